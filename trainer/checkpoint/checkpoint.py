@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import FORMAT, find_damage, read_state
+from trainer.checkpoint.checkpoint_files import FORMAT, read_state
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
@@ -30,7 +30,7 @@ from trainer.config.files import read_safetensors_header
 from trainer.parallel.engine.optimizer_state import EngineState
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.engine.state_pieces import Pieces, whole_state
-from trainer.parallel.ranks.group import Ranks, run_on_main
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
 
@@ -83,11 +83,6 @@ class RankState:
         return files
 
 
-def find_damage_collectively(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
-    return run_on_main(ranks, lambda: find_damage(checkpoint))
-
-
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Load a checkpoint into a fresh engine and return `state.json`.
 
@@ -95,7 +90,8 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     moments are quantized again.
     """
     state = read_state(checkpoint)
-    tensors = _load_training_state(checkpoint)
+    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
+    tensors = whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
@@ -123,12 +119,6 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
-
-
-def _load_training_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return complete master weights and moments by name."""
-    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
-    return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
 
 
 def _random_states() -> dict[str, torch.Tensor]:

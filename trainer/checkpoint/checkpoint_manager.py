@@ -18,16 +18,11 @@ import torch
 from rich.markup import escape
 
 from trainer.checkpoint.background import PREFIX, Report, Save, SaveFailed, exchange_outcomes
-from trainer.checkpoint.checkpoint import (
-    Position,
-    RankState,
-    find_damage_collectively,
-    restore_checkpoint,
-)
-from trainer.checkpoint.checkpoint_files import later_checkpoints, publish, surplus_checkpoints
+from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
+from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
+from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig
@@ -39,7 +34,7 @@ from trainer.monitor.console import Output
 from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.optimizer import has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
 from trainer.scu.controller import Steering
 from trainer.tasks.task import BatchSource
@@ -70,7 +65,8 @@ class CheckpointManager:
     @phase("restore")
     def agree(self) -> None:
         """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
-        resumption = agree_on_resumption(self._config, self._prepared, self._ranks, self._precision)
+        given = {"world_size": self._ranks.world_size, "precision": self._precision}
+        resumption = run_on_main(self._ranks, lambda: plan_resumption(self._config, self._prepared, **given))
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
@@ -214,7 +210,7 @@ class CheckpointManager:
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._checkpoint_path(position.best_step)
-        if problem := find_damage_collectively(best, self._ranks):
+        if problem := run_on_main(self._ranks, lambda: find_damage(best)):
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)

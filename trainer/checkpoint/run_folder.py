@@ -20,20 +20,8 @@ from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
-from trainer.checkpoint.run_record import (
-    CONFIG,
-    RESULT,
-    RUN,
-    clear_folder,
-    place_result,
-    write_run_record,
-)
-from trainer.checkpoint.weights import (
-    gather_weights,
-    save_initial_adapter,
-    write_adapter,
-    write_full_model,
-)
+from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
+from trainer.checkpoint.weights import gather_weights, save_initial_adapter, write_adapter, write_full_model
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors

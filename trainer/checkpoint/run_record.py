@@ -97,7 +97,10 @@ def holds_run(run_dir: Path) -> bool:
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
     found = list_run_files(run_dir)
-    return bool(found) and all(path.name in (CONFIG, RUN) or _is_checkpoint(path) for path in found)
+    return bool(found) and all(
+        path.name in (CONFIG, RUN) or (path.name.startswith("checkpoint-") and (path / "state.json").is_file())
+        for path in found
+    )
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
@@ -171,10 +174,6 @@ def place_result(run_dir: Path) -> list[str]:
     shutil.rmtree(result)
     sync(run_dir)
     return names
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return bool(re.fullmatch(r"checkpoint-\d+", path.name)) and (path / "state.json").is_file()
 
 
 def _device_name(device: str) -> str:

@@ -106,7 +106,7 @@ def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
             before = found.get(chart.title, replace(chart, curves=()))
             unit = chart.unit if chart.unit == before.unit else "in each run's unit"
             found[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
-    return list(found.values())
+    return [replace(chart, unit=f"{chart.unit}, held out dashed") if chart.wide else chart for chart in found.values()]
 
 
 def _outcome(run: Recorded) -> list[str]:

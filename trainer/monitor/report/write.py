@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
-from trainer.contract.restart_record import Restart, read_restarts
+from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import charts, draw
@@ -55,7 +55,11 @@ def write_report(run_dir: Path) -> Path:
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
     shown = charts(records, deadband=scu.get("deadband") if is_drawn else None)
     tables = summary_rows(records, config, run)
-    tables.append(("Restarts", [_restart_row(restart) for restart in read_restarts(run_dir)]))
+    restarts = [
+        (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
+        for restart in read_restarts(run_dir)
+    ]
+    tables.append(("Restarts", restarts))
     tables.append(("Next", next_commands(str(run_dir), config) if config else []))
     changed, settings = changed_settings(config)
     page = render(
@@ -110,7 +114,6 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 
 
 def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
-    """Return the answers to prompts that were answered both before and after training."""
     said = read_answers(run_dir / ANSWERS).items()
     return {prompt: {when: at[when] for when in WHEN} for prompt, at in said if set(WHEN) <= set(at)}
 
@@ -274,10 +277,6 @@ def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("commit", run["commit"] or "not a checkout"),
         ("command", shlex.join(run["command"])),
     ]
-
-
-def _restart_row(restart: Restart) -> tuple[str, str]:
-    return f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}"
 
 
 def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
