@@ -4,7 +4,6 @@ COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other 
 lines, so that a single changed bit is found in any file.
 """
 
-import errno
 import os
 import re
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ import xxhash
 
 from trainer.config import UserError
 from trainer.config.files import read_json
+from trainer.contract.whole_files import sync, write_whole
 
 MARKER = "COMPLETE"
 FORMAT = 3
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
-FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,7 @@ def reseal(folder: Path, name: str) -> None:
 
 def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
     lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in sums.items())
-    partial = marker.with_name(f".{MARKER}.partial")
-    partial.write_text(f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n", encoding="utf-8")
-    os.replace(partial, marker)
+    write_whole(marker, f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n")
 
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
@@ -188,13 +185,13 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
+        sync(path)
     in_the_way = [final] if final.exists() and final not in later else []
     aside = [_set_aside(checkpoint) for checkpoint in (*later, *in_the_way) if checkpoint.exists()]
     os.replace(folder, final)
     # The run's folder and its parents may be as new as the checkpoint.
     for parent in final.absolute().parents:
-        _sync(parent)
+        sync(parent)
         if parent.is_mount():
             break
     return aside
@@ -206,20 +203,6 @@ def _set_aside(checkpoint: Path) -> Path:
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
     return new
-
-
-def _sync(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:
-        return  # a parent folder that may be traversed but not read was not created by this run
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in FSYNC_UNSUPPORTED:  # some network file systems cannot fsync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def later_checkpoints(run_dir: Path, step: int) -> list[Path]:

@@ -65,8 +65,9 @@ class CheckpointManager:
     @phase("restore")
     def agree(self) -> None:
         """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
-        given = {"world_size": self._ranks.world_size, "precision": self._precision}
-        resumption = run_on_main(self._ranks, lambda: plan_resumption(self._config, self._prepared, **given))
+        config, ranks = self._config, self._ranks
+        given = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
+        resumption = run_on_main(ranks, lambda: given(config, self._prepared))
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
