@@ -207,10 +207,7 @@ def test_two_ranks_skip_a_damaged_checkpoint_together(
         said += done.stderr.splitlines()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert len(said) == 3, said
-    assert (
-        "checkpoint-13: training_state-00001.safetensors is damaged" in said[0]
-        and f"{run / 'checkpoint-12'}" in said[0]
-    )
+    assert "checkpoint-13: training_state-00001.safetensors is damaged" in said[0] and "or latest" in said[0]
     assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
     assert said[2].startswith(
         "error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples a step: "
