@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PREFIX, Report, Save, SaveFailed, exchange_outcomes
+from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
@@ -163,7 +163,7 @@ class CheckpointManager:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
         with self._warn_on_failure():
-            exchange_outcomes(Report(failures), folder, self._ranks)
+            exchange_outcomes(failures, None, folder, self._ranks)
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
