@@ -5,11 +5,12 @@ text next to it. Colours are CSS variables of the page, so that charts follow it
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
 
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
@@ -22,7 +23,7 @@ from trainer.monitor.report.curves import (
     series,
 )
 
-SIDE = 1000.0
+SIDE = 1000
 MOST_POINTS = 1200
 TICKS = 5
 
@@ -137,8 +138,8 @@ def draw(chart: Chart) -> str:
     low, high = float(values.min()), float(values.max())
     logarithmic = chart.logarithmic
     if not logarithmic:
-        bounds = (chart.low, chart.high, *(chart.band or ()))
-        low, high = min(low, *_with_bounds(bounds, low)), max(high, *_with_bounds(bounds, high))
+        bounds = [bound for bound in (chart.low, chart.high, *(chart.band or ())) if bound is not None]
+        low, high = min([low, *bounds]), max([high, *bounds])
     marks = _powers_of_ten(low, high) if logarithmic else _round_marks(low, high)
     bottom, top = min(low, marks[0]), max(high, marks[-1])
     first, last = float(steps.min()), float(steps.max())
@@ -151,57 +152,30 @@ def draw(chart: Chart) -> str:
             return 1 - math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.5
         return 1 - (value - bottom) / (top - bottom)
 
-    parts = [f'<line class="grid" x1="0" x2="{SIDE:g}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in
-             (SIDE * down(mark) for mark in marks)]  # fmt: skip
-    if chart.band:
+    def place(step: float, value: float) -> tuple[str | None, str, float, float]:
+        if not math.isfinite(value):
+            return None, "", step, value  # a gap
+        return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
+
+    ticks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
+    return render(
+        "chart.html.jinja",
+        chart=chart,
+        side=SIDE,
+        unit=f"{chart.unit}, by optimizer step" if chart.wide else chart.unit,
+        marks=[(number(mark), down(mark)) for mark in marks],
+        steps=[(f"{mark:,.0f}", across(mark)) for mark in ticks],
         # A logarithmic axis does not reach down to a band that begins at 0 or below.
-        upper, lower = (SIDE * down(min(max(value, bottom), top)) for value in reversed(chart.band))
-        parts.append(f'<rect class="band" x="0" width="{SIDE:g}" y="{upper:.1f}" height="{lower - upper:.1f}"/>')
-    for curve in chart.curves:
-        points = [
-            (SIDE * across(step), SIDE * down(value), step, value) if math.isfinite(value) else None
-            for step, value in zip(*_thin(curve.line), strict=True)
-        ]
-        parts += _dots(points, curve) if curve.kind == "dots" else _lines(points, curve)
-    step_marks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
-    labels = [f'<span class="y" style="top:{100 * down(mark):.2f}%">{number(mark)}</span>' for mark in marks]
-    labels += [f'<span class="x" style="left:{100 * across(mark):.2f}%">{mark:,.0f}</span>' for mark in step_marks]
-    legend = "".join(
-        f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>'
-        for curve in chart.curves
-        if curve.label
-    )
-    words = f"{chart.unit}, by optimizer step" if chart.wide else chart.unit
-    unit = f" <small>{escape(words)}</small>" if words else ""
-    return (
-        f"<figure{' class=wide' if chart.wide else ''}><figcaption><h2>{escape(chart.title)}{unit}</h2>"
-        f'<p class="legend">{legend}</p></figcaption><div class="chart">'
-        f'<svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(chart.title)}">{"".join(parts)}</svg>{"".join(labels)}</div></figure>'
+        band=[down(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
+        curves=[(curve, list(map(place, *_thin(curve.line)))) for curve in chart.curves],
     )
 
 
-Point = tuple[float, float, float, float] | None
-
-
-def _lines(points: Sequence[Point], curve: Curve) -> list[str]:
-    """Return a path with gaps at values that are not finite; an isolated point becomes a dot."""
-    words, pen_down = [], False
-    for point in points:
-        if point is not None:
-            words.append(f"{'L' if pen_down else 'M'}{point[0]:.1f} {point[1]:.1f}")
-            words += [] if pen_down else ["h0"]
-        pen_down = point is not None
-    return [f'<path class="{curve.colour} {curve.kind}" d="{"".join(words)}"/>']
-
-
-def _dots(points: Sequence[Point], curve: Curve) -> list[str]:
-    return [
-        f'<path class="{curve.colour} dots" d="M{point[0]:.1f} {point[1]:.1f}h0">'
-        f"<title>step {point[2]:,.0f}: {point[3]:.4f}</title></path>"
-        for point in points
-        if point is not None
-    ]
+def render(template: str, **content: Any) -> str:
+    """Return a template of this folder with its content, escaped in HTML."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
+    return environment.get_template(template).render(content)
 
 
 def _thin(line: Series) -> tuple[list[float], list[float]]:
@@ -249,7 +223,3 @@ def number(value: float) -> str:
 
 def _scale(line: Series, factor: float) -> Series:
     return Series(line.steps, factor * line.values)
-
-
-def _with_bounds(bounds: Sequence[float | None], other: float) -> list[float]:
-    return [other, *(bound for bound in bounds if bound is not None)]

@@ -12,9 +12,10 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
+from trainer.monitor.report.charts import render
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
-from trainer.monitor.report.write import render, summary_rows
+from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
 OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"

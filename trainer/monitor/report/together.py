@@ -11,18 +11,10 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import Chart, charts, draw
+from trainer.monitor.report.charts import Chart, charts, draw, render
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import (
-    ANSWERS,
-    TEMPLATE,
-    duration,
-    median_rate,
-    metric_values,
-    render,
-    training_seconds,
-)
+from trainer.monitor.report.write import ANSWERS, TEMPLATE, duration, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8

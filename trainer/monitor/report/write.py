@@ -8,14 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
-
 from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.charts import charts, draw, render
 from trainer.monitor.report.curves import IMAGES, TOKENS, BatchUnit, HeldOut, find_unit, series
 from trainer.monitor.report.recorded import (
     changed_settings,
@@ -81,13 +79,6 @@ def write_report(run_dir: Path) -> Path:
     )
     write_whole(run_dir / PAGE, page)
     return run_dir / PAGE
-
-
-def render(template: str, **content: Any) -> str:
-    """Return a template of this folder with its content, escaped in HTML."""
-    folder = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
-    return environment.get_template(template).render(content)
 
 
 def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
