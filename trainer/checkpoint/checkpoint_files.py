@@ -100,8 +100,10 @@ def find_damage(checkpoint: Path) -> str | None:
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():
-            if problem := _find_difference(checkpoint / name, digest, size):
-                return f"{name} {problem}"
+            if (found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} is damaged: {found:,} bytes of {size:,}"
+            if checksum(checkpoint / name) != digest:
+                return f"{name} is damaged: its checksum does not match"
         return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
@@ -169,13 +171,6 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
         return None
     rows = [line.split(" ", 2) for line in lines.decode().splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}
-
-
-def _find_difference(file: Path, digest: str, size: int) -> str | None:
-    found = file.stat().st_size
-    if found != size:
-        return f"is damaged: {found:,} bytes of {size:,}"
-    return None if checksum(file) == digest else "is damaged: its checksum does not match"
 
 
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:

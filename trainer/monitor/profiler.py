@@ -3,7 +3,7 @@
 Traces are profile/rank-N.json.gz, for Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
 """
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class StepProfiler(Hook):
         if steering is not None:
             self._named.append((steering, "penalty", SCU))
         self._profile: Any = None
-        self._range: Any = None
+        self._range = ExitStack()
 
     @classmethod
     def for_run(
@@ -46,15 +46,14 @@ class StepProfiler(Hook):
             return
         if self._profile is None:
             self._start()
-        self._leave_range()
-        self._range = record_function(f"{STEP} {step}")
-        self._range.__enter__()
+        self._range.close()
+        self._range.enter_context(record_function(f"{STEP} {step}"))
 
     def finish(self) -> None:
         """Stop and write the trace; do nothing if `first_step` was not reached."""
         if self._profile is None:
             return
-        self._leave_range()
+        self._range.close()
         _wait()
         self._profile.stop()
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ class StepProfiler(Hook):
 
     def _start(self) -> None:
         for owner, name, label in self._named:
-            setattr(owner, name, _in_range(getattr(owner, name), label))
+            setattr(owner, name, record_function(label)(getattr(owner, name)))
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -71,19 +70,6 @@ class StepProfiler(Hook):
         # Shapes distinguish the matrix products of frozen weights from those of adapters.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
-
-    def _leave_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-
-def _in_range(method: Callable[..., Any], label: str) -> Callable[..., Any]:
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with record_function(label):
-            return method(*args, **kwargs)
-
-    return named
 
 
 def _wait() -> None:
