@@ -39,7 +39,7 @@ MODULES = {
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "report": ("trainer.monitor.report", "Write plots and an HTML page of a run."),
+    "report": ("trainer.monitor.report", "Write an HTML page of a run, or of several."),
     "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
     "serve": ("trainer.commands.serve", "Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),

@@ -16,10 +16,9 @@ import typer
 from trainer.config import UserError
 from trainer.config.errors import printable, shown
 from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
-from trainer.contract.folder_lock import describe_live_holder
+from trainer.contract.folder_lock import LOCK_FILE, describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.json_records import MOST_METRICS_BYTES, Record, parse_record
-from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")

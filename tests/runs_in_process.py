@@ -15,7 +15,6 @@ from rich.console import Console
 import trainer.loop
 import trainer.memory.image_models
 import trainer.memory.preflight
-import trainer.monitor.report.plots
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
@@ -68,13 +67,13 @@ _KNOWN = [
 
 @contextmanager
 def as_one_of_many() -> Iterator[None]:
-    """Runs draw no plots, do not look at every object that libraries made, and estimate the same model once.
+    """Runs do not look at every object that libraries made, and estimate the same model once.
 
     Two thirds of a tiny run's time, and a quarter of what is left.
     """
-    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "exclude_from_garbage_collection")
+    garbage = (trainer.loop, "exclude_from_garbage_collection", nullcontext)
     with ExitStack() as changes:
-        for module, name, function in ((*plots, lambda *_, **__: {}), (*garbage, nullcontext), *_KNOWN):
+        for module, name, function in (garbage, *_KNOWN):
             changes.enter_context(patch.object(module, name, function))
         yield
 

@@ -130,8 +130,6 @@ class Run:
         self.metrics = self.folder.open(
             model, position, total_steps, self.device, self.precision, prompt_text, checkpoint
         )
-        if self.measurement is None:
-            self.checkpoints.prepare(engine)
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.run_record import note_written
 from trainer.commands.evaluate import row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
@@ -161,7 +160,6 @@ class HeldOutDocuments:
                 for step, losses, divergences in zip(steps, self._text_losses, self._text_divergences, strict=False)
             ],
         }
-        note_written(run_dir, [DOCUMENTS_FILE])
         write_json(run_dir / DOCUMENTS_FILE, record)
 
 

@@ -12,9 +12,11 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.compare.results import Comparison, Result, Values
 from benchmarks.compare.trials import Setting
-from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
 from trainer.scu.law import Form
 
+BLUE, ORANGE, GREEN, GREY, INK = "#2f6db3", "#d9822b", "#3b8f6b", "#8a94a3", "#27303d"
+STYLE = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
+DOTS_PER_INCH = 150
 PURPLE = "#7d5ba6"
 RED = "#b23a48"
 COLORS = {"none": INK, "fixed": GREY, "linear": GREEN, "cosine": PURPLE, "pi": ORANGE}

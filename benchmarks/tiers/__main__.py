@@ -42,8 +42,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.monitor.metric_files import METRICS_FILE
-from trainer.monitor.metrics import read_metrics
+from trainer.monitor.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.3

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.terminal import say
-from trainer.config.files import UnreadableFile, read_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOPPED
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import (
@@ -84,7 +83,6 @@ class Restarts:
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
         self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
-        self._foreign = [] if resumes else _unlisted_checkpoints(run_dir)
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
@@ -162,21 +160,9 @@ class Restarts:
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
-            if not newest and any(path.exists() for path in self._foreign):
-                # A run that starts over must not resume from them.
-                self._settings |= {_RESUME: "null", _OVERWRITE: "true"}
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
     def _record(self) -> int:
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0
-
-
-def _unlisted_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints missing from the earlier run's list, which `output.overwrite: delete` keeps."""
-    try:
-        listed = read_text(run_dir / "written.txt").split("\n")
-    except (FileNotFoundError, UnreadableFile):
-        return []  # without a list everything is moved aside
-    return [path for path in run_dir.glob("checkpoint-*") if path.name not in listed]

@@ -102,8 +102,6 @@ def main() -> None:
     with one_rank(arguments.out):
         engine = engine_of_8b_adapter()
         saves = manager_of(run_dir)
-        saves.prepare(engine)
-        time.sleep(2.0)  # steps, in a run
         schedule: Any = SimpleNamespace(last_epoch=0, base_lrs=[0.0])
         for step in range(1, arguments.saves + 1):
             begun = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREY, ORANGE, STYLE
+from benchmarks.compare.plots import BLUE, DOTS_PER_INCH, GREY, ORANGE, STYLE
 
 
 def draw_losses(series: Mapping[str, Any], path: Path) -> None:

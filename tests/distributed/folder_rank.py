@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import load_config
-from trainer.contract.folder_lock import FolderLock, FolderLost
-from trainer.contract.lock_file import LOCK_FILE
+from trainer.contract.folder_lock import LOCK_FILE, FolderLock, FolderLost
 from trainer.contract.whole_files import write_whole
-from trainer.monitor.metric_files import METRICS_FILE
+from trainer.monitor.metrics import METRICS_FILE
 from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
@@ -38,7 +37,7 @@ def lose(folder: Path) -> None:
     """As soon as the last run has a checkpoint of its own another run, of another host, takes the folder over."""
     while not (folder / "out" / "checkpoint-4").exists():
         time.sleep(0.01)
-    holder = {"host": "n7", "machine": "n7", "pid": 1, "started": 1}
+    holder = {"host": "n7", "process": {"kernel": "n7", "pid": 1, "started": "1"}}
     values = {"token": "t7", "since": "now", "job": "", "restarts": 0, "holders": [holder]}
     write_whole(folder / "out" / "logs" / LOCK_FILE, json.dumps(values))  # the run may read it at any time
 

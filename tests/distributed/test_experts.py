@@ -114,7 +114,6 @@ def test_the_load_of_experts_is_a_metric(runs: Matrix) -> None:
     busiest, idlest = run.records("experts/busiest_share"), run.records("experts/idlest_share")
     assert all(0.25 <= most <= 0.5 for most in busiest) and all(0 <= least <= 0.25 for least in idlest)
     assert all(0 < entropy <= 1 for entropy in run.records("experts/entropy"))
-    assert run.records("experts/adapters_without_token")[-1] == 0
 
 
 def test_losses_are_the_same_where_deepspeed_gathers_module_by_module(runs: Matrix) -> None:

@@ -99,7 +99,7 @@ def test_the_run_is_complete(finished: subprocess.CompletedProcess[str], workpla
     for name in (*saved, "report.html", "run.json"):
         assert (run / name).exists(), name
     assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
-    assert (run / "plots" / "loss.png").stat().st_size > 1000
+    assert "<svg" in (run / "report.html").read_text()
     record = json.loads((run / "run.json").read_text())
     assert record["world_size"] == 2 and record["packages"]["deepspeed"]
     assert record["command"] == ["cli.py", "train", str(workplace / "config.yaml"), "training.max_steps=13"], "as typed"
@@ -207,10 +207,7 @@ def test_two_ranks_skip_a_damaged_checkpoint_together(
         said += done.stderr.splitlines()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert len(said) == 3, said
-    assert (
-        "checkpoint-13: training_state-00001.safetensors is damaged" in said[0]
-        and f"{run / 'checkpoint-12'}" in said[0]
-    )
+    assert "checkpoint-13: training_state-00001.safetensors is damaged" in said[0] and "or latest" in said[0]
     assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
     assert said[2].startswith(
         "error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples a step: "

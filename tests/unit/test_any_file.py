@@ -33,10 +33,9 @@ from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.doctor_check import MARK, Check
-from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
+from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.json_records import read_sweep
-from trainer.contract.lock_file import Lock
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
@@ -50,7 +49,7 @@ BEAT: dict[str, Any] = {
     "collectives_begun": None, "idle_s": 0.0, "stuck": False, "free_memory_gib": 1.0, "free_shm_gib": 1.0,
     "time": 1.0, "exit_code": None, "first_step": 1, "device_reached": None,
 }  # fmt: skip
-HOLDER = {"host": "n1", "machine": "m", "pid": 1, "started": 1}
+HOLDER = {"host": "n1", "process": {"kernel": "m", "pid": 1, "started": "1"}}
 NOTE = {"step": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "stage": 2}
 RESTART = {"time": 1.0, "reason": "r", "step": 3, "checkpoint": "", "ranks": 2}
 RECORD: Record = {
@@ -84,11 +83,10 @@ JSON_FILES: dict[str, Any] = {
 }
 OTHER_FILES = {
     "logs/slurm-job": "7",
-    "written.txt": "metrics.jsonl\n",
     "hostfile": "n1 slots=2\nn2 slots=2\n",
     ".deepspeed_env": "A=1\n",
 }
-"""Further names: in samples/, checkpoint-* and the list of what a run has written."""
+"""Further names: in samples/ and checkpoint-*."""
 numbers = st.one_of(
     st.integers(), st.floats(), st.sampled_from([2**70, -(2**70), 10**400, -1, 0, 1e308, -1e308, 1e-308, True])
 )
@@ -219,7 +217,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(("hostfile", "# Köln\nn1 slots=1\n".encode("latin-1")))
 @example(("logs/out_of_memory.json", b"[]"))
 @example(("logs/slurm-job", b"--help"))
-@example(("written.txt", b"K\xf6ln\n"))
 @example(("run.json", b'{"world_size": "x"}'))
 @example(("training_config.json", b'{"base_model": "", "output_dir": "", "dataset": {}}'))
 @given(damage())

@@ -4,6 +4,7 @@ Going on from a checkpoint ends with the very weights of the run that was never 
 """
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.any_input import or_refused, tries
 from tests.runs_in_process import train, train_alone
 from tests.unit import test_any_damage as on_disk
 from tests.unit.test_any_damage import as_typed, damaged, ends, files_of, harm_to, model_files, run_files
+from trainer.checkpoint.run_record import RUN_FILES
 from trainer.commands.estimate import main as estimate
 from trainer.commands.evaluate import main as evaluate
 from trainer.commands.export.__main__ import main as export
@@ -73,8 +75,9 @@ def check_left_alone(ground: Path, folder: str, overwrite: object, resume: str |
         for name in OWN:
             (ground / name).parent.mkdir(parents=True, exist_ok=True)
             (ground / name).write_text(f"mine: {name}")
-        listed = {f"run/{name}" for name in (ground / "run" / "written.txt").read_text().split()}
-        others = [name for name in files_of(ground, but=("cache", "console.txt")) if not _is_below(name, listed)]
+        recorded = json.loads((ground / "run" / "run.json").read_text())["checksums"]
+        ours = {f"run/{name}" for name in (*RUN_FILES, "checkpoint-2", "checkpoint-4", "README.md", *recorded)}
+        others = [name for name in files_of(ground, but=("cache", "console.txt")) if not _is_below(name, ours)]
         before = {name: (ground / name).read_bytes() for name in others}
         settings = {"output_dir": str(ground / folder), "output__overwrite": overwrite, "training__max_steps": 1}
         held_out = {"path": str(ground / "held_out.jsonl")}
@@ -85,9 +88,9 @@ def check_left_alone(ground: Path, folder: str, overwrite: object, resume: str |
             assert content in [place.read_bytes() for place in places if place.is_file()], name
 
 
-def _is_below(name: str, listed: set[str]) -> bool:
+def _is_below(name: str, ours: set[str]) -> bool:
     parts = name.split("/")
-    return any("/".join(parts[:depth]) in listed for depth in range(1, len(parts) + 1)) or name.startswith("run/logs/")
+    return any("/".join(parts[:depth]) in ours for depth in range(1, len(parts) + 1)) or name.startswith("run/logs/")
 
 
 @example("model", "delete", None)
@@ -153,7 +156,7 @@ def check_words(ground: Path, here: Path, command: str, first: str | None, argum
     for mark, path in names.items():
         typed = [word.replace(mark, str(path)) for word in typed]
     with contextlib.chdir(here), damaged(ground, []):
-        outputs = ("run/merged", "run/export", "run/report.html", "run/plots", "run/written.txt", "cache")
+        outputs = ("run/merged", "run/export", "run/report.html", "cache")
         before = files_of(ground, but=outputs)
         ends((lambda: MODULES[command](typed)) if command in MODULES else as_typed(command, *typed))
         assert files_of(ground, but=outputs) == before

@@ -8,16 +8,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
-from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
-from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
+from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.checkpoint.weights import gather_weights, write_adapter
-
-CPU = torch.device("cpu")
 
 
 def content(files: dict[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -45,32 +43,12 @@ def test_more_tensors_than_one_call_takes_are_written_though_the_system_takes_th
         assert handle.metadata() == {"format": "pt"}
 
 
-def test_non_finite_values_are_found_anywhere_in_a_file(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.ones(3, 7, dtype=torch.bfloat16), "b": torch.arange(9), "c": torch.ones(11),
-        "d": torch.ones(5, dtype=torch.float16), "empty": torch.ones(0, 4),
-    }  # fmt: skip
-    for name in "acd":
-        damaged = {key: value.clone() for key, value in tensors.items()}
-        damaged[name].view(-1)[-1] = float("nan")
-        save_file(damaged, tmp_path / name)
-        found = [names for names, piece in iterate_float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
-        assert len(found) == 1 and name in found[0]
-    save_file(tensors, tmp_path / "whole")
-    pieces = list(iterate_float_pieces(tmp_path / "whole"))
-    assert sum(piece.numel() for _, piece in pieces) == 21 + 11 + 5
-    assert all(torch.isfinite(piece).all() for _, piece in pieces)
-
-
-def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
+def test_copies_of_every_save_lie_in_the_same_memory() -> None:
     tensors = {"m": torch.randn(40), "n": torch.randn(3, 5).bfloat16(), "z": torch.randn(8, 6).T, "e": torch.ones(0)}
     copies = HostCopies()
-    copies.reserve([(value.nbytes, CPU) for value in tensors.values()])
     first = {name: copies.copy(name, value) for name, value in tensors.items()}
     copies.mark_queued()
     copies.wait()
-    places = sorted(value.data_ptr() for name, value in first.items() if name != "e")
-    assert [place - places[0] for place in places] == [0, ALIGNMENT, 2 * ALIGNMENT]
     assert content(first) == content(tensors)
     before = {name: value.clone() for name, value in tensors.items()}
     for value in tensors.values():
@@ -79,7 +57,7 @@ def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
     second = {name: copies.copy(name, value) for name, value in tensors.items()}
     assert content(second) == content(tensors)
     assert [value.data_ptr() for value in second.values()] == [value.data_ptr() for value in first.values()]
-    grown = copies.copy("m", torch.ones(4000))  # of another shape, and more than is left
+    grown = copies.copy("m", torch.ones(4000))  # of another shape
     assert grown.tolist() == [1.0] * 4000 and content(second) == content(tensors)
 
 

@@ -21,7 +21,7 @@ from trainer.checkpoint.checkpoint_files import (
     reseal,
     surplus_checkpoints,
 )
-from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 
 
@@ -100,7 +100,7 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: s
         choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
     line = str(refused.value)
     assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {problem}") and "\n" not in line
-    assert f"the newest complete one before it is {run_dir / 'checkpoint-10'}" in line
+    assert "or latest, which takes the newest complete one" in line
 
 
 def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir: Path) -> None:
@@ -247,6 +247,4 @@ def test_a_header_of_any_length_is_no_pickle(run_dir: Path, pad: int) -> None:
     digest = write_tensors(file, {"layer.lora_A.weight": torch.ones(4, 3)}, {"pad": "x" * pad})
     assert digest == checkpoint_files.checksum(file)
     assert find_adapter_damage(run_dir / "checkpoint-15") is None
-    [(names, values)] = iterate_float_pieces(file)
-    assert names == ["layer.lora_A.weight"] and values.tolist() == [1.0] * 12
-    assert list(load_file(file)) == names
+    assert {name: value.tolist() for name, value in load_file(file).items()} == {"layer.lora_A.weight": [[1.0] * 3] * 4}

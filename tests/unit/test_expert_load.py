@@ -1,4 +1,4 @@
-"""The load of experts as metrics: shares, entropy, and adapters that no token has come to."""
+"""The load of experts as metrics: shares and entropy."""
 
 import math
 from typing import Any
@@ -29,17 +29,16 @@ def routed(monkeypatch: pytest.MonkeyPatch, chosen: tuple[int, ...]) -> Any:
     return model.train(), flat
 
 
-def test_shares_entropy_and_adapters_without_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_and_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, flat = routed(monkeypatch, (1, 3))
     load = ExpertLoad.for_model(model, compiled=False)
     assert load is not None
-    assert load.values() == {"experts/adapters_without_token": 8.0}, "two tensors of four experts, before any step"
+    assert load.values() == {}, "before any step"
     trained(model, flat.buffers, steps=2)
     expected = {
         "experts/busiest_share": 0.5,
         "experts/idlest_share": 0.0,
         "experts/entropy": pytest.approx(math.log(2) / math.log(4)),
-        "experts/adapters_without_token": 4.0,
     }
     assert load.values() == expected
     with torch.no_grad():

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,15 @@ import pytest
 from trainer.config import UserError
 from trainer.config.files import UnreadableFile
 from trainer.contract import folder_lock as module
-from trainer.contract.folder_lock import FolderLock, FolderLost, describe_live_holder, refuse_if_held
-from trainer.contract.lock_file import JOB_VARIABLES, Holder, lock_path
+from trainer.contract.folder_lock import (
+    JOB_VARIABLES,
+    FolderLock,
+    FolderLost,
+    Holder,
+    describe_live_holder,
+    lock_path,
+    refuse_if_held,
+)
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -28,7 +36,7 @@ print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 lock.release()
 """
-OTHER = {"host": "n7", "machine": "n7 another-boot pid:[1]", "pid": 4711, "started": 99}
+OTHER = {"host": "n7", "process": {"kernel": "another-boot:1", "pid": 4711, "started": "99"}}
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +113,7 @@ def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[s
 
 def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path: Path) -> None:
     own = Holder.for_this_process()
-    leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started - 1}])
+    leave(tmp_path, holders=[asdict(own) | {"process": asdict(own.process) | {"started": "1"}}])
     take(tmp_path).release()
 
 
@@ -156,7 +164,7 @@ def test_a_pipe_in_the_locks_place_is_one_message(tmp_path: Path) -> None:
 
 def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
     own = Holder.for_this_process()
-    leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": 0}])
+    leave(tmp_path, holders=[asdict(own) | {"process": asdict(own.process) | {"started": "0"}}])
     command = [sys.executable, "-c", HOLD, str(tmp_path), "3"]
     many = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(8)

@@ -203,15 +203,14 @@ def full_disk(bytes_more: int, *files: Path) -> Iterator[None]:
 
 
 def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
-    writer, shown = metrics(tmp_path, total=6, report_to=("tensorboard",), progress="off")
+    writer, shown = metrics(tmp_path, total=6, progress="off")
     writer.log(1, {"train/loss": 1.0})
-    (events,) = (tmp_path / "tensorboard").rglob("events*")
-    with full_disk(30, tmp_path / "metrics.jsonl", events):
+    with full_disk(30, tmp_path / "metrics.jsonl"):
         for step in (2, 3, 4):
             writer.log(step, {"train/loss": float(step)})
         assert [record["step"] for record in read_metrics(tmp_path)] == [1]
     writer.log(5, {"train/loss": 5.0})
-    with full_disk(0, tmp_path / "metrics.jsonl", events):
+    with full_disk(0, tmp_path / "metrics.jsonl"):
         writer.log(6, {"train/loss": 6.0})
         writer.close()
     said = shown.getvalue().splitlines()
@@ -220,12 +219,9 @@ def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
     assert "training continues: File too large (the disk at /" in said[0] and "GiB free" in said[0]
     assert "the last metrics of this run are not written" in said[3]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    reader = EventAccumulator(str(events.parent))
-    reader.Reload()
-    assert [event.step for event in reader.Scalars("train/loss")] == [1, 5], "what was logged while there was room"
 
 
-def test_tensorboard_continues_in_a_new_file_after_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_ends_tensorboard_and_no_training(tmp_path: Path) -> None:
     shown = StringIO()
     section, settings = LoggingSection(report_to=("tensorboard",), progress="off"), {"base_model": "m" * 9999}
     writer = Metrics(tmp_path, section, Console(file=shown), first_step=0, total_steps=4, settings=settings)
@@ -236,11 +232,8 @@ def test_tensorboard_continues_in_a_new_file_after_a_full_disk(tmp_path: Path) -
     writer.log(3, {"train/loss": 3.0})
     writer.log(4, {"train/loss": 4.0})
     writer.close()
-    assert "training continues: File too large" in shown.getvalue() and "written again" in shown.getvalue()
+    assert "tensorboard: no more metrics: OSError" in shown.getvalue()
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
-    reader = EventAccumulator(str(next((tmp_path / "tensorboard").iterdir())))
-    reader.Reload()
-    assert [event.step for event in reader.Scalars("train/loss")] in ([1, 4], [1, 3, 4])
 
 
 def test_tensorboard_opens_on_the_loss_and_has_the_configuration(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
     holds_run,
-    note_written,
     place_result,
+    read_record,
     write_run_record,
-    written_names,
 )
 from trainer.config import RunConfig, UserError
 from trainer.contract.whole_files import write_json, write_whole
@@ -60,8 +59,8 @@ def refusal(settings: RunConfig) -> str:
 def a_run(folder: Path, *names: str) -> Path:
     """What a run leaves: its record, and files that it wrote."""
     write_run_record(folder, config(str(folder)), 1, "cpu", "fp32")
-    note_written(folder, names)
-    for name in (*names, "metrics.jsonl", "plots/loss.png", "logs/rank-0.log"):
+    write_json(folder / "run.json", read_record(folder) | {"checksums": dict.fromkeys(names, "")})
+    for name in (*names, "metrics.jsonl", "samples/00-after.png", "logs/rank-0.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"of the run: {name}")
     return folder
@@ -72,7 +71,6 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_a_run_that_found_the_disk_full_at_once_is_no_obstacle(place: Path) -> None:
-    """It leaves its list without a name; somebody's own file of that name is refused as any other."""
     settings, folder = config(), place / "out"
     program = f"""
 import resource, signal
@@ -87,15 +85,11 @@ write_run_record(Path("out"), RunConfig.model_validate_json({settings.model_dump
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert "OSError" in done.stderr and contents(folder) == {"written.txt": ""}
+    assert "OSError" in done.stderr and contents(folder) == {}
     check_place(settings)
     check_free(settings)
     a_run(folder, "adapter_model.safetensors")
-    assert holds_run(folder) and "adapter_model.safetensors" in (written_names(folder) or ())
-    other = place / "other"
-    other.mkdir()
-    (other / "written.txt").write_text("mine")
-    assert "holds files of something else (written.txt)" in refusal(config("other"))
+    assert holds_run(folder)
 
 
 # output_dir: what the line must hold
@@ -129,8 +123,8 @@ PLACES = {
 @pytest.mark.parametrize("output_dir", PLACES)
 def test_no_run_begins_where_it_could_do_harm(output_dir: str, overwrite: bool | str, place: Path) -> None:
     (place / "checkout" / ".git").mkdir(parents=True)
-    (place / "project" / "plots").mkdir(parents=True)
-    for name in ("README.md", "adapter_utils.py", "metrics.jsonl", "plots/own.png"):
+    (place / "project" / "samples").mkdir(parents=True)
+    for name in ("README.md", "adapter_utils.py", "metrics.jsonl", "samples/own.png"):
         (place / "project" / name).write_text("mine")
     (place / "dangling").symlink_to("nowhere")
     (place / "circle").symlink_to("circle")
@@ -252,64 +246,40 @@ def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
         (run / name).write_text(text)
     (place / "kept").mkdir()
     (place / "kept" / "weights").write_text("mine")
-    note_written(run, ["link"])
-    (run / "link").symlink_to(place / "kept")
+    (run / "profile").symlink_to(place / "kept")
     assert clear_folder(run, "delete") is None
     assert contents(run) == {**mine, "logs/rank-0.log": "of the run: logs/rank-0.log"}
     assert contents(place / "kept") == {"weights": "mine"}, "a link is deleted, not what it leads to"
-    write_run_record(run, config(), 1, "cpu", "fp32")
-    assert {"notes.txt", "merged", "adapter_utils.py"}.isdisjoint(written_names(run) or ())
-
-
-@pytest.mark.parametrize("line", ["../model", "/", ".", "..", "", "logs", "data/train.jsonl"])
-def test_a_list_can_name_nothing_outside_of_the_folder(place: Path, line: str) -> None:
-    run = a_run(place / "out")
-    with (run / "written.txt").open("a") as file:
-        file.write(f"{line}\nnot written to the e")
-    (run / "not written to the e").write_text("mine")
-    clear_folder(run, "delete")
-    assert contents(place / "model") and contents(place / "data")
-    assert contents(run) == {"logs/rank-0.log": "of the run: logs/rank-0.log", "not written to the e": "mine"}
-
-
-def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) -> None:
-    """One of an older version: which of the files are its own is not known."""
-    run = a_run(place / "out", "adapter_model.safetensors")
-    (run / "written.txt").unlink()
-    note_written(run, ["merged"])
-    assert not (run / "written.txt").exists(), "half a list would pass for the whole"
-    assert clear_folder(run, "delete") == (
-        f"the earlier run is now {place / 'out.1'} (it has no list of its files, so nothing was deleted)"
-    )
-    assert (place / "out.1" / "adapter_model.safetensors").exists()
-    resumed = a_run(place / "older")
-    (resumed / "written.txt").unlink()
-    write_run_record(resumed, config(), 1, "cpu", "fp32")
-    assert written_names(resumed) is None
 
 
 def test_a_run_killed_at_its_start_can_be_started_again(place: Path) -> None:
-    run = a_run(place / "out")
+    run = place / "out"
+    write_run_record(run, config(), 1, "cpu", "fp32")
     (run / "run.json").unlink()
     assert holds_run(run)
     clear_folder(run, True)
     assert holds_run(place / "out.1") and not holds_run(run)
 
 
-def test_the_result_takes_the_place_of_no_file_of_the_users(place: Path) -> None:
-    run = a_run(place / "out", "adapter_model.safetensors")
-    for name in ("README.md", "tokenizer.json"):
-        (run / name).write_text("mine")
-    for name in ("README.md", "tokenizer.json", "adapter_model.safetensors", "templates/tool.jinja"):
+def test_a_recorded_name_reaches_nothing_outside_of_the_folder(place: Path) -> None:
+    run = a_run(place / "out", "templates/tool.jinja")
+    (run / "own.txt").write_text("mine")
+    names = dict.fromkeys(["../model", "/", ".", "..", "", "logs", "data/train.jsonl", "templates/tool.jinja"], "")
+    write_json(run / "run.json", read_record(run) | {"checksums": names})
+    clear_folder(run, "delete")
+    assert contents(place / "model") and contents(place / "data")
+    assert contents(run) == {"logs/rank-0.log": "of the run: logs/rank-0.log", "own.txt": "mine"}
+
+
+def test_the_result_takes_the_place_of_the_one_before(place: Path) -> None:
+    run = a_run(place / "out", "adapter_model.safetensors", "templates/old.jinja")
+    for name in ("README.md", "adapter_model.safetensors", "templates/tool.jinja"):
         (run / RESULT / name).parent.mkdir(parents=True, exist_ok=True)
         (run / RESULT / name).write_text("new")
-    place_result(run)
+    assert place_result(run) == ["README.md", "adapter_model.safetensors", "templates/tool.jinja"]
     found = contents(run)
-    assert found["README.md"] == "mine" and found["tokenizer.json.1"] == "mine"
-    assert {found[name] for name in ("tokenizer.json", "adapter_model.safetensors", "templates/tool.jinja")} == {"new"}
-    assert not (run / RESULT).exists()
-    listed = written_names(run) or set()
-    assert {"adapter_model.safetensors", "templates"} <= listed and "README.md" not in listed
+    assert {found[name] for name in ("README.md", "adapter_model.safetensors", "templates/tool.jinja")} == {"new"}
+    assert not (run / RESULT).exists() and "templates/old.jinja" not in found
 
 
 def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path) -> None:
@@ -344,9 +314,3 @@ while True:
             assert len(json.loads(record.read_text())) == 5000
         writer.kill()
     assert len(json.loads(record.read_text())) == 5000
-
-
-def test_a_name_that_was_cut_short_is_not_joined_to_the_next(tmp_path: Path) -> None:
-    (tmp_path / "written.txt").write_text("run.json\nmerg")
-    note_written(tmp_path, ["checkpoint-5"])
-    assert written_names(tmp_path) == {"run.json", "checkpoint-5"}

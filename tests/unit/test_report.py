@@ -1,16 +1,13 @@
-"""The report: numbers against a hand count, plots that show what they say, a page that needs no other file."""
+"""The report: numbers against a hand count, charts that show what they say, a page that needs no other file."""
 
 import json
 import re
 import time
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 from rich.console import Console
 
 from trainer.checkpoint.run_record import write_run_record
@@ -20,7 +17,6 @@ from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
-from trainer.monitor.report.plots import draw_chart
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
@@ -97,17 +93,13 @@ def test_ranks_that_share_sequences_count_as_one(tmp_path: Path) -> None:
     assert rows["batch"] == "6 sequences = 2 x 3 micro-steps x 2 ranks / 2 per sequence"
 
 
-def test_the_page_stands_alone_and_the_plots_lie_beside_it(tmp_path: Path) -> None:
+def test_the_page_stands_alone(tmp_path: Path) -> None:
     make_run(tmp_path)
     page = write_report(tmp_path).read_text()
     assert "http" not in page and "src=" not in page and "url(" not in page and "<script" not in page
     assert all(not link.startswith("/") for link in re.findall(r'href="(.*?)"', page))
-    files = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}
-    assert set(files) == {"loss.png", "learning_rate.png", "gradient_norm.png", "throughput.png", "memory.png"}
-    for content in files.values():
-        pixels = imread(BytesIO(content))
-        assert pixels.shape[1] > 1000 and pixels[..., :3].std() > 0.01
-    assert page.count("<svg") == len(files)
+    drawn = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Peak memory"]
+    assert re.findall('role="img" aria-label="(.*?)"', page) == drawn
 
 
 def test_the_charts_of_the_page_are_at_the_places_of_their_values(tmp_path: Path) -> None:
@@ -156,7 +148,7 @@ def test_model_data_command_answers_and_next_steps_are_on_the_page(
     record_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")
     record_answer(tmp_path, "never answered again", "before", "x")
     page = write_report(tmp_path).read_text()
-    assert rows_of(page)["command"] == "zerolora train c.yaml &#x27;logging.run_name=a run&#x27;"
+    assert rows_of(page)["command"] == "zerolora train c.yaml &#39;logging.run_name=a run&#39;"
     assert "<title>a run: models/tiny on data/train.jsonl" in page
     assert "<h3>Who &lt;are&gt; you?</h3>" in page
     assert "<td>I am lost</td><td>A &lt;b&gt;tiny&lt;/b&gt; model</td>" in page
@@ -211,10 +203,14 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
     page = output.read_text()
     assert "<title>2 runs: one · two</title>" in page
     assert re.findall(r"<figcaption><h2>([\w :]+)", page) == [
-        "Held", "Loss ", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory ", "SCU: S "
-    ]  # fmt: skip
-    loss = page.split("</figure>")[1]
-    assert loss.count("<path") == 4 and '<span class="run1 line">two, mean of 5</span>' in loss
+        *("Loss ", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory "),
+        *("SCU: S ", "SCU: λ", "SCU: DataBPT", "SCU: ParamBPT"),
+    ]
+    loss = page.split("</figure>")[0]
+    for at, name in enumerate(("one", "two")):
+        kinds = re.findall(rf'<path class="run{at} (\w+)"', loss)
+        assert kinds == ["line", "dashed", "dots", "dots", "dots"]
+        assert f'<span class="run{at} line">{name}</span>' in loss
     differ = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     assert differ == [("training.learning_rate", "0.0002", "0.003")]
     assert (
@@ -257,41 +253,28 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "deep" / "one").mkdir(parents=True)
     (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
     assert main([runs[0], str(tmp_path / "deep" / "one"), "--output", str(output)]) == 0
-    assert f"{tmp_path.name}/one · deep/one" in output.read_text()
+    assert "one · deep/one" in output.read_text()
 
 
-def test_scu_plots_come_with_scu_metrics(tmp_path: Path) -> None:
+def test_scu_charts_come_with_scu_metrics(tmp_path: Path) -> None:
     make_run(tmp_path, scu=True)
     page = write_report(tmp_path).read_text()
-    names = {path.stem for path in (tmp_path / "plots").iterdir() if path.stem.startswith("scu")}
-    assert names == {"scu_s", "scu_lambda", "scu_data_bpt", "scu_param_bpt"}
-    assert page.count("<svg") == len(list((tmp_path / "plots").iterdir()))
+    assert re.findall(r'aria-label="SCU: (\w+)', page) == ["S", "λ", "DataBPT", "ParamBPT"]
     assert rows_of(page)["SCU S"] == "first 2.987%, last 2.000%, target 2.000%"
 
 
 def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:
     make_run(tmp_path, scu=True)
-    axes = Figure().add_subplot()
-    (s,) = [chart for chart in charts(read_metrics(tmp_path), deadband=0.003) if chart.name == "scu_s"]
-    draw_chart(axes, s)
-    lines = {line.get_label(): np.asarray(line.get_ydata()) for line in axes.get_lines()}
+    (s,) = [chart for chart in charts(read_metrics(tmp_path), deadband=0.003) if chart.title == "SCU: S"]
+    lines = {curve.label: curve.line.values for curve in s.curves}
     np.testing.assert_allclose(lines["target"], 2.0)
     np.testing.assert_allclose(lines["S smoothed"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
-    (band,) = axes.patches
-    heights = axes.transData.inverted().transform(band.get_window_extent().get_points())[:, 1]
-    np.testing.assert_allclose(heights, [1.7, 2.3])
-
-
-def test_evaluations_are_marked_on_the_loss(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    axes = Figure().add_subplot()
-    (loss,) = [chart for chart in charts(read_metrics(tmp_path)) if chart.name == "loss"]
-    draw_chart(axes, loss)
-    (held_out,) = [line for line in axes.get_lines() if line.get_label() == "held out, 4.000 → 2.000"]
-    assert held_out.get_linestyle() == "None" and held_out.get_marker() == "o"
-    steps, losses = np.asarray(held_out.get_xdata()), np.asarray(held_out.get_ydata())
-    assert list(zip(steps, losses, strict=True)) == [(1, 4.0), (40, 1.5), (80, 2.0)]
-    assert not axes.texts, "numbers stand in the legend, where no curve is"
+    assert s.band == pytest.approx((1.7, 2.3))
+    drawn = draw(s)
+    marks = [float(mark) for mark in re.findall(r'class="y" style="top:[\d.]+%">([\d.]+)<', drawn)]
+    [(y, height)] = re.findall(r'class="band"[^>]* y="([\d.-]+)" height="([\d.-]+)"', drawn)
+    scale = (marks[-1] - marks[0]) / 1000
+    assert [float(y) * scale, float(height) * scale] == pytest.approx([marks[-1] - 2.3, 0.6], abs=1e-3)
 
 
 def test_metrics_alone_make_a_report(tmp_path: Path) -> None:
@@ -307,14 +290,6 @@ def test_texts_are_escaped(tmp_path: Path) -> None:
     make_run(tmp_path, name="<script>alert(1)</script>")
     page = write_report(tmp_path).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
-
-
-def test_a_file_named_plots_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path)
-    (tmp_path / "plots").write_text("mine")
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'plots'}: is a file, ")
-    assert (tmp_path / "plots").read_text() == "mine" and not (tmp_path / "report.html").exists()
 
 
 def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
@@ -453,19 +428,19 @@ def test_settings_have_no_rows_of_nulls_and_names_instead_of_cache_paths(tmp_pat
     assert "<title>a run: owner/tiny on owner/chats" in page
 
 
-def test_preference_runs_have_plots_of_margins_and_accuracies(tmp_path: Path) -> None:
+def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -> None:
     make_run(tmp_path)
     records = read_metrics(tmp_path)
     for record in records:
         kind = "eval" if "eval/loss" in record else "train"
         values = {"margins": 0.1 * (record["step"] or 0), "accuracies": 0.75, "chosen": 0.1}
         record |= {f"{kind}/rewards/{name}": value for name, value in values.items()}
-    found = {chart.name: chart for chart in charts(records)}
-    for name in ("reward_margins", "reward_accuracies"):
+    found = {chart.title: chart for chart in charts(records)}
+    for name in ("Reward margin", "Reward accuracy"):
         assert [curve.label for curve in found[name].curves] == ["training, each record", "mean of 5", "", "held out"]
-    held_out = found["reward_margins"].curves[-1].line
+    held_out = found["Reward margin"].curves[-1].line
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
-    assert found["loss"].unit == "nats per pair"
+    assert found["Loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
     assert charts(records)[0].unit == "per answer", "of labelled answers"
 
@@ -476,5 +451,5 @@ def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:
     (runs[1] / "metrics.jsonl").write_text(better)
     page = write_page_of_runs(runs, tmp_path / "both.html").read_text()
     assert "<title>2 runs: two · one</title>" in page
-    assert page.index("<h2>Results") < page.index("<h2>Held-out loss")
+    assert page.index("<h2>Results") < page.index("<h2>Loss")
     assert re.findall(r"<th><i class=run\d></i>(\w+)</th>", page) == ["two", "one"]

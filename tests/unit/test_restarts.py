@@ -127,20 +127,6 @@ def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> No
     ]
 
 
-def test_a_checkpoint_that_a_run_which_starts_over_has_left_is_moved_aside(tmp_path: Path) -> None:
-    """One that is not on the earlier run's list stays with `output.overwrite: delete`, whole or not."""
-    (tmp_path / "checkpoint-400").mkdir()
-    save(tmp_path, 8)
-    (tmp_path / "written.txt").write_text("checkpoint-8\n")
-    starts = Starts(tmp_path, killed(3), killed(7), DONE)
-    assert starts.run() == 0
-    assert starts.settings[1:] == [["output.overwrite=true", "training.resume_from_checkpoint=null"]] * 2
-    (tmp_path / "checkpoint-400").rmdir()
-    goes_on = Starts(tmp_path, killed(3), DONE)
-    assert goes_on.run() == 0
-    assert goes_on.settings[1] == ["output.overwrite=false", "training.resume_from_checkpoint=auto"]
-
-
 def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> None:
     """Out of memory while it loads: what the folder held before is still there, and the user's wish for it as well."""
     save(tmp_path, 400)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DATA = {".yaml", ".css", ".mplstyle"}
+DATA = {".yaml", ".css", ".jinja"}
 SOURCES = ("launcher", "trainer", "ops", "configs", "slurm")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 

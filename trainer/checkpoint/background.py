@@ -7,7 +7,6 @@ folder. Until then older checkpoints are untouched, whichever process dies.
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import UserError
@@ -23,16 +22,6 @@ class SaveFailed(UserError):
     """A checkpoint could not be written on some rank; raised on all ranks, older checkpoints are untouched."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True)
-class Report:
-    """The outcome of writing on one rank."""
-
-    failures: list[str]
-    error: str = ""
-    exception: BaseException | None = None
-    """Set on this rank only."""
 
 
 class Save:
@@ -55,16 +44,11 @@ class Save:
         Raises SaveFailed on all ranks if a disk was full, and any other error unchanged.
         """
         self._written.wait()
-        self._exchange_outcomes()
+        exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
         if self._ranks.is_main:
             self._all_have_written.set()
             self.thread.join()
-        self._exchange_outcomes()
-
-    def _exchange_outcomes(self) -> None:
-        error = self._exception
-        report = Report(self._failures, f"{type(error).__name__}: {error}" if error else "", error)
-        exchange_outcomes(report, self.folder, self._ranks, self._stop)
+        exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
 
     def _stop(self) -> None:
         self._has_failed.set()
@@ -100,19 +84,26 @@ class Save:
         return self.folder / f".written-{rank:05d}"
 
 
-def exchange_outcomes(report: Report, folder: Path, ranks: Ranks, stop: Callable[[], None] = lambda: None) -> None:
-    """Exchange the outcome between ranks; if any rank failed, `stop`, remove the folder and raise on all ranks."""
-    reports: list[Report] = gather_objects(Report(report.failures, report.error))
-    failures = [reason for other in reports for reason in other.failures]
-    errors = [(rank, other.error) for rank, other in enumerate(reports) if other.error]
-    if not failures and not errors:
+def exchange_outcomes(
+    failures: list[str],
+    exception: BaseException | None,
+    folder: Path,
+    ranks: Ranks,
+    stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Exchange disk failures and exceptions; if any rank failed, `stop`, remove the folder and raise on all ranks."""
+    error = f"{type(exception).__name__}: {exception}" if exception else ""
+    outcomes: list[tuple[list[str], str]] = gather_objects((failures, error))
+    full = [reason for reasons, _ in outcomes for reason in reasons]
+    errors = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error]
+    if not full and not errors:
         return
     if ranks.is_main:
         stop()
         shutil.rmtree(folder, ignore_errors=True)
-    if report.exception is not None:
-        raise report.exception
+    if exception is not None:
+        raise exception
     if errors:
         raise RuntimeError(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
     name = folder.name.removeprefix(PREFIX)
-    raise SaveFailed(f"{name} was not saved: {failures[0]}; make room; older checkpoints are untouched")
+    raise SaveFailed(f"{name} was not saved: {full[0]}; make room; older checkpoints are untouched")

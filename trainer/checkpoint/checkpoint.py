@@ -13,27 +13,23 @@ Frozen weights are not saved. trainer/checkpoint/background.py writes checkpoint
 
 import json
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import FORMAT, find_damage, read_state
-from trainer.checkpoint.host_copies import HostCopies, Size
+from trainer.checkpoint.checkpoint_files import FORMAT, read_state
+from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
-from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.optimizer_state import EngineState, Pieces, whole_state
-from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, run_on_main
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
 
@@ -44,7 +40,6 @@ class RankState:
     rank: int
     pieces: Pieces | None
     own: Mapping[str, torch.Tensor]
-    own_metadata: dict[str, str]
     state: dict[str, Any]
     """Content of `state.json`, which rank 0 writes."""
 
@@ -58,7 +53,7 @@ class RankState:
             pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
-        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
+        return cls(ranks.rank, pieces, own, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, after the device has computed the copied step."""
@@ -77,7 +72,7 @@ class RankState:
     def write(self, folder: Path) -> list[Path]:
         """Write this rank's files and return their paths."""
         files = [folder / f"rank-{self.rank:05d}.safetensors"]
-        write_tensors(files[0], self.own, self.own_metadata)
+        write_tensors(files[0], self.own, {})
         if self.pieces is not None:
             files.append(folder / f"training_state-{self.rank:05d}.safetensors")
             write_tensors(files[-1], self.pieces.tensors, self.pieces.metadata())
@@ -87,18 +82,6 @@ class RankState:
         return files
 
 
-def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
-    """Return the sizes of the tensors that this rank copies for an adapter's checkpoint, except small ones."""
-    weights = trained_parameters(engine.module) if ranks.is_main else []
-    sizes = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
-    return EngineState(engine).sizes() + sizes
-
-
-def find_damage_collectively(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
-    return run_on_main(ranks, lambda: find_damage(checkpoint))
-
-
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Load a checkpoint into a fresh engine and return `state.json`.
 
@@ -106,7 +89,8 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     moments are quantized again.
     """
     state = read_state(checkpoint)
-    tensors = _load_training_state(checkpoint)
+    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
+    tensors = whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
@@ -136,19 +120,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
-def _load_training_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return complete master weights and moments by name."""
-    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
-    return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
-
-
 def _random_states() -> dict[str, torch.Tensor]:
-    _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    tensors = {
-        "rng/torch": torch.get_rng_state(),
-        "rng/numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
-        "rng/numpy_rest": torch.tensor([float(position), float(has_gauss), float(cached)], dtype=torch.float64),
-    }
+    tensors = {"rng/torch": torch.get_rng_state()}  # nothing in a step uses Python's or NumPy's
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     return tensors
@@ -156,12 +129,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     tensors = _load(path)
-    version, internal, gauss = json.loads(read_safetensors_header(path)[1]["python_rng"])
-    random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
-    position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()
-    keys = tensors["rng/numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}

@@ -4,7 +4,6 @@ COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other 
 lines, so that a single changed bit is found in any file.
 """
 
-import errno
 import os
 import re
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ import xxhash
 
 from trainer.config import UserError
 from trainer.config.files import read_json
+from trainer.contract.whole_files import sync, write_whole
 
 MARKER = "COMPLETE"
 FORMAT = 4
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
-FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,7 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)
-    step = checkpoint_step(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
-    before = [other for other in list_checkpoints(path.parent) if checkpoint_step(other) < step]
-    complete = next((other for other in reversed(before) if find_damage(other) is None), None)
-    fix = (
-        f"the newest complete one before it is {complete}"
-        if complete
-        else "no earlier one is complete; start a new run"
-    )
-    raise UserError(f"{setting_text}: {problem}; {fix}")
+    raise UserError(f"{setting_text}: {problem}; use another one, or latest, which takes the newest complete one")
 
 
 def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
@@ -109,8 +100,10 @@ def find_damage(checkpoint: Path) -> str | None:
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():
-            if problem := _find_difference(checkpoint / name, digest, size):
-                return f"{name} {problem}"
+            if (found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} is damaged: {found:,} bytes of {size:,}"
+            if checksum(checkpoint / name) != digest:
+                return f"{name} is damaged: its checksum does not match"
         return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
@@ -168,9 +161,7 @@ def reseal(folder: Path, name: str) -> None:
 
 def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
     lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in sums.items())
-    partial = marker.with_name(f".{MARKER}.partial")
-    partial.write_text(f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n", encoding="utf-8")
-    os.replace(partial, marker)
+    write_whole(marker, f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n")
 
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
@@ -182,13 +173,6 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
-def _find_difference(file: Path, digest: str, size: int) -> str | None:
-    found = file.stat().st_size
-    if found != size:
-        return f"is damaged: {found:,} bytes of {size:,}"
-    return None if checksum(file) == digest else "is damaged: its checksum does not match"
-
-
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     """Seal a folder, flush it to the disk and rename it to `final`, after moving `later` checkpoints aside.
 
@@ -196,13 +180,13 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
+        sync(path)
     in_the_way = [final] if final.exists() and final not in later else []
     aside = [_set_aside(checkpoint) for checkpoint in (*later, *in_the_way) if checkpoint.exists()]
     os.replace(folder, final)
     # The run's folder and its parents may be as new as the checkpoint.
     for parent in final.absolute().parents:
-        _sync(parent)
+        sync(parent)
         if parent.is_mount():
             break
     return aside
@@ -214,20 +198,6 @@ def _set_aside(checkpoint: Path) -> Path:
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
     return new
-
-
-def _sync(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:
-        return  # a parent folder that may be traversed but not read was not created by this run
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in FSYNC_UNSUPPORTED:  # some network file systems cannot fsync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def later_checkpoints(run_dir: Path, step: int) -> list[Path]:

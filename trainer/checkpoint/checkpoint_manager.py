@@ -8,7 +8,6 @@ between ranks.
 
 import math
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,20 +17,13 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PREFIX, Report, Save, SaveFailed, exchange_outcomes
-from trainer.checkpoint.checkpoint import (
-    Position,
-    RankState,
-    checkpoint_sizes,
-    find_damage_collectively,
-    restore_checkpoint,
-)
-from trainer.checkpoint.checkpoint_files import later_checkpoints, publish, surplus_checkpoints
+from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_outcomes
+from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
+from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
+from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.checkpoint.run_record import note_written
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig
 from trainer.contract.output_files import collect_disk_errors
@@ -39,11 +31,10 @@ from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import archive_previous_attempt
 from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.optimizer import has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
 from trainer.scu.controller import Steering
 from trainer.tasks.task import BatchSource
@@ -64,19 +55,19 @@ class CheckpointManager:
         self._run_dir, self._folder = Path(config.output_dir), folder
         self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
-        self._saved, self._begun_at = False, 0
+        self._begun_at = 0
         self._later: list[Path] = []
         self._aside: list[Path] = []
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
-        self._preparing: threading.Thread | None = None
-        self._has_memory = threading.Event()
 
     @phase("restore")
     def agree(self) -> None:
         """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
-        resumption = agree_on_resumption(self._config, self._prepared, self._ranks, self._precision)
+        config, ranks = self._config, self._ranks
+        given = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
+        resumption = run_on_main(ranks, lambda: given(config, self._prepared))
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
@@ -112,24 +103,6 @@ class CheckpointManager:
             batches.load_state_dict(state.get("stream", {}))
         return position, state.get("scu")
 
-    def prepare(self, engine: Engine) -> None:
-        """Prepare the first save in a thread, so that it does not stall training, if the run will write any."""
-        training, sizes = self._config.training, checkpoint_sizes(engine, self._ranks)
-        if not (training.save_steps or training.save_minutes):
-            return
-
-        def prepare() -> None:
-            with suppress(Exception):  # the save that needs it fails in the same way, and raises
-                try:
-                    self._copies.reserve(sizes)
-                finally:
-                    self._has_memory.set()
-                self.identity()
-                self._folder.adapter_form(engine)
-
-        self._preparing = threading.Thread(target=prepare, name="save", daemon=True)
-        self._preparing.start()
-
     def identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
@@ -142,8 +115,6 @@ class CheckpointManager:
         """Queue copies of engine state and weights behind the current step on the device; a collective call."""
         with suppress(SaveFailed):  # the previous save: its failure was reported, and the next one follows
             self.settle()
-        if self._preparing is not None:
-            self._has_memory.wait()
         state = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"), averaged_weights(engine):
             only_trained = self._config.adapter != "none"
@@ -174,15 +145,13 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-            note_written(self._run_dir, [folder.name.removeprefix(PREFIX), folder.name])
         write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
-        rank_state = rank_state.complete(state | {"run": self.identity()}, engine, self._ranks)
+        rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:
             self._copies.wait()
             if self._ranks.is_main:
-                if self._preparing is not None:
-                    self._preparing.join()
+                rank_state.state["run"] = self.identity()
                 write_weights(folder)
             for file in rank_state.write(folder):
                 sync(file)
@@ -194,20 +163,16 @@ class CheckpointManager:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
         with self._warn_on_failure():
-            exchange_outcomes(Report(failures), folder, self._ranks)
+            exchange_outcomes(failures, None, folder, self._ranks)
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
         """Publish a written checkpoint and delete surplus ones except those of the steps `protect`; in the thread.
 
-        Checkpoints of an earlier run beyond the step this one resumed from are renamed, and its metrics dropped or set
-        aside.
+        Checkpoints of an earlier run beyond the step this one resumed from are renamed.
         """
         self._folder.check()
         self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
-        if not self._saved:
-            archive_previous_attempt(self._run_dir, keep=bool(self._aside))
-        self._saved = True
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
 
@@ -246,7 +211,7 @@ class CheckpointManager:
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._checkpoint_path(position.best_step)
-        if problem := find_damage_collectively(best, self._ranks):
+        if problem := run_on_main(self._ranks, lambda: find_damage(best)):
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)

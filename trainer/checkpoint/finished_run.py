@@ -1,21 +1,22 @@
 """A finished run: its configuration, tokenizer and adapter, loaded from its folder."""
 
 import argparse
+import json
 import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
-from trainer.config.files import check_shape
+from trainer.config.files import check_shape, read_json
 from trainer.config.problems import describe_first
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
@@ -28,7 +29,6 @@ ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
 """Settings, in any section, that may name a file or folder the run reads."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
-Section = TypeVar("Section", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ def find_run(
     the base model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
     run_dir = find_run_dir(folder)
-    config = _read_config(run_dir / CONFIG)
-    if (started_in := _find_start_folder(run_dir)) is not None:
-        config = _resolve_paths(config, started_in)
+    config = _read_config(run_dir)
     if config.adapter == "none":
         raise UserError(
             f"{folder}: trained with adapter: none, so it holds no adapter but the full model, for "
@@ -101,35 +99,26 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
         raise UserError(f"{folder}: {problem}{newest}")
 
 
-def _read_config(path: Path) -> RunConfig:
+def _read_config(run_dir: Path) -> RunConfig:
+    """Return the run's settings; paths that exist relative to the folder it was started in are made absolute."""
+    path = run_dir / CONFIG
+    settings = read_json(path)
+    started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
+    if started_in and _exists(Path(started_in) / "."):
+        settings = _resolve_paths(settings, Path(started_in))
     try:
-        return RunConfig.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); use another run") from None
+        return RunConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
         raise UserError(f"{path}: {describe_first(error)}; it may be of another version of zerolora") from None
 
 
-def _find_start_folder(run_dir: Path) -> Path | None:
-    """Return the folder that the run's relative paths start from; None if unknown, or not on this machine."""
-    folder = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
-    return Path(folder) if folder and _exists(Path(folder) / ".") else None
-
-
-def _resolve_paths(section: Section, folder: Path) -> Section:
-    """Return the settings with paths that exist relative to `folder` made absolute."""
-    changes: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            changes[name] = _resolve_paths(value, folder)
-        elif isinstance(value, tuple):
-            changes[name] = tuple(
-                _resolve_paths(each, folder) if isinstance(each, BaseModel) else each for each in value
-            )
-        elif name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value):
-            changes[name] = str(folder / value)
-    return section.model_copy(update=changes)
+def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _resolve_paths(inner, folder, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve_paths(inner, folder, name) for inner in value]
+    is_input = name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value)
+    return str(folder / value) if is_input else value
 
 
 def _exists(path: Path) -> bool:

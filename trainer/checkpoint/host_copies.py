@@ -1,16 +1,11 @@
 """Asynchronous copies of tensors to host memory, for a thread to write while training continues."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 
 # Page-locked memory cannot be swapped, so larger models (full fine-tuning) are copied synchronously.
 MAX_PINNED_BYTES = 8 * 2**30
-OWN_BLOCK_BYTES = 32 * 2**20
-ALIGNMENT = 512
-Size = tuple[int, torch.device]
-"""Bytes of a tensor, and its device."""
 
 
 class HostCopies:
@@ -21,25 +16,10 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[_Block] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._updates_wait = True
-
-    def reserve(self, tensors: Sequence[Size]) -> None:
-        """Allocate memory for copies of these tensors; pinned memory takes tenths of a second.
-
-        May run in any thread, but not concurrently with `copy`.
-        """
-        small: dict[torch.device, int] = {}
-        for size, device in tensors:
-            if size >= OWN_BLOCK_BYTES:
-                self._allocate(size, device)
-            else:
-                small[device] = small.get(device, 0) + _aligned(size)
-        for device, size in small.items():
-            self._allocate(size, device)
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy in host memory, which for a GPU tensor is valid after `wait`."""
@@ -85,43 +65,8 @@ class HostCopies:
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer
-        blocks = [block for block in self._blocks if block.has_room(tensor)]
-        block = blocks[0] if blocks else self._allocate(tensor.nbytes, tensor.device)
-        if block is None:
+        if sum(each.nbytes for each in self._buffers.values()) + tensor.nbytes > MAX_PINNED_BYTES:
             return None
-        buffer = self._buffers[name] = block.take(tensor)
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._buffers[name] = buffer
         return buffer
-
-    def _allocate(self, size: int, device: torch.device) -> "_Block | None":
-        if sum(len(block.memory) for block in self._blocks) + size > MAX_PINNED_BYTES:
-            return None
-        if device.type == "cuda":
-            with torch.cuda.device(device):  # a new thread starts with device 0
-                memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            memory = torch.empty(size, dtype=torch.uint8).zero_()  # the system allocates pages on first touch
-        block = _Block(memory, device)
-        self._blocks.append(block)
-        return block
-
-
-class _Block:
-    """Memory for copies of one device's tensors, allocated linearly."""
-
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self.memory, self.device = memory, device
-        self._taken = 0
-
-    def has_room(self, tensor: torch.Tensor) -> bool:
-        """Return whether a copy of the tensor fits into the remaining memory."""
-        return tensor.device.type == self.device.type and self._taken + tensor.nbytes <= len(self.memory)
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a buffer of the tensor's shape and dtype."""
-        piece = self.memory.narrow(0, self._taken, tensor.nbytes)
-        self._taken += _aligned(tensor.nbytes)
-        return piece.view(tensor.dtype).view(tensor.shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files, written_names
+from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import describe_live_holder
 
@@ -54,7 +54,7 @@ def _find_conflict(config: RunConfig) -> str | None:
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None
-    if overwrite and (overwrite != "delete" or written_names(folder) is None):
+    if overwrite and overwrite != "delete":
         return _find_move_obstacle(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None

@@ -12,7 +12,6 @@ from trainer.checkpoint.identity import Identity, check_start, differences, reco
 from trainer.config import RunConfig
 from trainer.config.errors import UserErrors
 from trainer.data.prepared import Prepared
-from trainer.parallel.ranks.group import Ranks, run_on_main
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,6 @@ def describe_finished(step: int, total_steps: int) -> str:
         f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
         "nothing is left to train; raise them to continue"
     )
-
-
-def agree_on_resumption(config: RunConfig, prepared: Prepared, ranks: Ranks, precision: str) -> Resumption:
-    """Run `plan_resumption` on rank 0 and share the result; a collective call."""
-    world_size = ranks.world_size
-    return run_on_main(ranks, lambda: plan_resumption(config, prepared, world_size=world_size, precision=precision))
 
 
 def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:

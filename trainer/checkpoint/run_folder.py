@@ -20,30 +20,16 @@ from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
-from trainer.checkpoint.run_record import (
-    CONFIG,
-    RESULT,
-    RUN,
-    clear_folder,
-    place_result,
-    write_run_record,
-)
-from trainer.checkpoint.weights import (
-    gather_weights,
-    save_initial_adapter,
-    write_adapter,
-    write_full_model,
-)
+from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
+from trainer.checkpoint.weights import gather_weights, save_initial_adapter, write_adapter, write_full_model
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
-from trainer.monitor.metric_files import METRICS_FILE
-from trainer.monitor.metrics import Metrics
+from trainer.monitor.metrics import METRICS_FILE, Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.page import Example
-from trainer.monitor.report.recorded import EXAMPLES, TIMES, record_examples, record_times
+from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary
@@ -130,33 +116,27 @@ class RunFolder:
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
         """Keep the answer to a sample prompt for the report."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(ANSWERS):
-                record_answer(self.path, prompt, when, answer)
+        self._keep(ANSWERS, partial(record_answer, self.path, prompt, when, answer))
 
     def save_examples(self, examples: list[Example]) -> None:
         """Keep training examples for the report."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(EXAMPLES):
-                record_examples(self.path, examples)
+        self._keep(EXAMPLES, partial(record_examples, self.path, examples))
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(SAMPLES):
-                save_sample_image(self.path, prompt, when, image)
-            if self._metrics is not None:
-                self._metrics.log_image(step, prompt, image)
+        self._keep(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
+        if self._metrics is not None:
+            self._metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""
+        self._keep("the SCU's records", partial(steering.write_files, self.path))
+
+    def _keep(self, what: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
             self.check()
-            with self.tolerating_full_disk("the SCU's records"):
-                steering.write_files(self.path)
+            with self.tolerating_full_disk(what):
+                write()
 
     @contextmanager
     def tolerating_full_disk(self, what: str) -> Iterator[None]:
@@ -203,9 +183,9 @@ class RunFolder:
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
-        """Write the report and plots and print the summary, with the held-out loss before and after training."""
+        """Write the report and print the summary, with the held-out loss before and after training."""
         page = None
-        with self.tolerating_full_disk("report.html and plots"):
+        with self.tolerating_full_disk("report.html"):
             try:
                 page = write_report(self.path)
             except OSError:
@@ -213,7 +193,7 @@ class RunFolder:
             except Exception as error:  # the run is complete: a broken report must not restart it
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
-                self._say(f"[yellow]warning:[/yellow] report.html and plots: not drawn: {found}; the run is complete")
+                self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 

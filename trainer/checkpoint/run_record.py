@@ -1,10 +1,8 @@
-"""The record of a run (resolved configuration, versions, commit, command) and the list of files it wrote.
+"""The record of a run and the files that belong to it.
 
-training_config.json, run.json   the record
-written.txt                      names that zerolora wrote into the folder, one per line; only these are ever deleted
+training_config.json is the resolved configuration, run.json has versions, commit and command.
 """
 
-import hashlib
 import os
 import platform
 import re
@@ -19,27 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, UserError
-from trainer.config.files import read_json, read_text
+from trainer.config.files import check_shape, read_json
+from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import package_versions
-from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.rank_arguments import command_typed
 from trainer.contract.whole_files import sync, write_json, write_whole
 
-CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
+CONFIG, RUN = "training_config.json", "run.json"
 LOGS = "logs"
 STARTED_IN, PROMPT_TEXT = "working_directory", "prompt_text"
 RESULT_KEYS = ("checksums", "identity")
 RESULT = ".writing-result"
 RUN_FILES = (
-    *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "tracker-ids.json"),
+    *("adapter_model.safetensors", "adapter_config.json", "pytorch_lora_weights.safetensors"),
+    *(CONFIG, RUN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "tracker-ids.json"),
     *("wandb", "swanlab"),
-    *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
-    *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
+    *("answers.json", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
     *("samples", "time_by_phase.json", "examples.json"),
 )
-# Prefix of checkpoints that were set aside; the rest of the name is listed.
-ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 # Names in folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
 IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
@@ -63,9 +59,6 @@ def write_run_record(
     `prompt_text` is the prompt format of the training data, None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, list_run_files(run_dir))):
-        (run_dir / WRITTEN).touch()  # a list started in a folder that lost its list would be incomplete
-    note_written(run_dir, RUN_FILES)
     resolved, earlier = config.model_dump_json(indent=1), {}
     with suppress(UserError):  # a damaged record is replaced
         earlier = read_record(run_dir)
@@ -82,7 +75,6 @@ def write_run_record(
         "python": platform.python_version(),
         "packages": package_versions(),
         "commit": commit(),
-        "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
     # The earlier result stays in the folder until this run has written its own.
     write_json(run_dir / RUN, record | {key: earlier[key] for key in RESULT_KEYS if key in earlier})
@@ -93,51 +85,22 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir / RUN) if (run_dir / RUN).is_file() else {}
 
 
-def note_written(run_dir: Path, names: Iterable[str]) -> None:
-    """Add names that are about to be written to the run's list, except those of the user's existing files.
-
-    Does nothing for a folder without a list.
-    """
-    listed = written_names(run_dir)
-    if listed is None:
-        return
-    new = [name for name in names if name not in listed and not (name != WRITTEN and os.path.lexists(run_dir / name))]
-    if new:
-        # Append, never rewrite: a merge may add its name while the run adds a checkpoint's.
-        with (run_dir / WRITTEN).open("a", encoding="utf-8") as file:
-            if (run_dir / WRITTEN).read_bytes()[-1:] not in (b"", b"\n"):
-                file.write("/\n")  # a full disk truncated the last name: turn it into one that no file can have
-            file.write("".join(f"{name}\n" for name in new))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def written_names(run_dir: Path) -> set[str] | None:
-    """Return the names on the run's list, without a truncated last line; None if there is no list."""
-    try:
-        text = read_text(run_dir / WRITTEN)
-    except FileNotFoundError:
-        return None
-    return {name for name in text.split("\n")[:-1] if name and Path(name).name == name and name != LOGS}
-
-
 def list_run_files(run_dir: Path) -> list[Path]:
-    """Return the folder's entries, sorted, without logs and without an empty list; empty if it does not exist.
-
-    An empty list is left by a run that found the disk full before it could write anything.
-    """
+    """Return the folder's entries, sorted, without logs; empty if it does not exist."""
     if not run_dir.is_dir():
         return []
-    found = (path for path in run_dir.iterdir() if not IGNORED_ENTRIES.fullmatch(path.name))
-    return sorted(path for path in found if not (path.name == WRITTEN and path.lstat().st_size == 0))
+    return sorted(path for path in run_dir.iterdir() if not IGNORED_ENTRIES.fullmatch(path.name))
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether a folder belongs to a run: it has a record, or only checkpoints and files that a run listed."""
+    """Return whether a folder belongs to a run: it has a record, or only checkpoints and a part of a record."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
-    listed, found = written_names(run_dir) or set(), list_run_files(run_dir)
-    return bool(found) and all(ABANDONED.sub("", path.name) in listed or _is_checkpoint(path) for path in found)
+    found = list_run_files(run_dir)
+    return bool(found) and all(
+        path.name in (CONFIG, RUN) or (path.name.startswith("checkpoint-") and (path / "state.json").is_file())
+        for path in found
+    )
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
@@ -149,15 +112,14 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
         return None
     assert holds_run(run_dir), f"{run_dir}: holds no run, and passed the check of the output folder"
     try:
-        if overwrite == "delete" and written_names(run_dir) is not None:
+        if overwrite == "delete":
             _delete_written(run_dir)
             return None
         aside = _move_aside(run_dir)
     except OSError as error:
         setting = f"output.overwrite={str(overwrite).lower()}"
         raise UserError(f"{setting}: {error}; the rest of the earlier run is untouched") from None
-    unlisted = " (it has no list of its files, so nothing was deleted)" if overwrite == "delete" else ""
-    return f"the earlier run is now {aside}{unlisted}"
+    return f"the earlier run is now {aside}"
 
 
 def _move_aside(run_dir: Path) -> Path:
@@ -180,10 +142,13 @@ def _move_aside(run_dir: Path) -> Path:
 
 
 def _delete_written(run_dir: Path) -> None:
-    """Delete what is on the run's list and keep everything else."""
-    listed = written_names(run_dir) or set()
+    """Delete the files of a run, its checkpoints and its recorded result, and keep everything else."""
+    names = {*RUN_FILES}
+    with suppress(UserError):  # a damaged record names no result
+        result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
+        names |= {name.partition("/")[0] for name in result}
     for path in _record_last(list_run_files(run_dir)):
-        if ABANDONED.sub("", path.name) not in listed:
+        if path.name not in names and not CHECKPOINT.fullmatch(path.name.removeprefix(".writing-")):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -194,39 +159,21 @@ def _delete_written(run_dir: Path) -> None:
 
 def _record_last(paths: Iterable[Path]) -> list[Path]:
     """Sort the record last, so that a partly cleared folder is still recognized as a run's."""
-    return sorted(paths, key=lambda path: path.name in (CONFIG, RUN, WRITTEN))
+    return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 
 def place_result(run_dir: Path) -> list[str]:
-    """Move the final weights and tokenizer from RESULT into the run's folder; return their names.
-
-    A README.md of the user is kept instead of ours; other files of the user with such a name are renamed.
-    """
-    result, listed = run_dir / RESULT, written_names(run_dir)
-    entries = sorted(result.iterdir())
+    """Move the final weights and tokenizer from RESULT into the run's folder; return their names."""
+    result = run_dir / RESULT
     names = [str(path.relative_to(result)) for path in sorted(result.rglob("*")) if path.is_file()]
-    for path in entries:
+    for path in sorted(result.iterdir()):
         target = run_dir / path.name
-        if listed is not None and path.name not in listed and os.path.lexists(target):
-            if path.name == "README.md":
-                continue
-            os.rename(target, _free_name(target))
-        note_written(run_dir, [path.name])
         if path.is_dir() and target.is_dir():
             shutil.rmtree(target)
         os.replace(path, target)
     shutil.rmtree(result)
     sync(run_dir)
     return names
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return bool(re.fullmatch(r"checkpoint-\d+", path.name)) and (path / "state.json").is_file()
 
 
 def _device_name(device: str) -> str:
@@ -239,11 +186,8 @@ def _device_name(device: str) -> str:
 
 def commit() -> str | None:
     """Return zerolora's git commit, with `-dirty` if files differ from it; None if installed without a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=CHECKOUT, capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")

@@ -1,29 +1,22 @@
-"""Safetensors files written from and mapped into memory in a few calls that release the GIL.
+"""Safetensors files written from memory in a few calls that release the GIL.
 
 A loop over tensors would acquire the GIL for each of them and delay the thread that launches kernels.
 """
 
 import ctypes
-import itertools
 import json
-import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import xxhash
 
-from trainer.config.files import read_safetensors_header
-
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_FLOATS = {name: dtype for dtype, name in _NAMES.items() if dtype.is_floating_point}
 _ALIGNMENT = 8
-_PIECE = 1 << 22
-"""Elements checked together; temporaries take the same amount of memory again."""
 _MAX_BUFFERS = 1024
 """Buffers per call, the limit of Linux."""
 
@@ -47,24 +40,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
-
-
-def iterate_float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yield a file's floating-point values in flat pieces that span tensors, with the tensors' names."""
-    entries, _, data_start = read_safetensors_header(path)
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
-    for kind, group in itertools.groupby(ordered, key=lambda item: item[1].dtype):
-        tensors = list(group)
-        begin, end = tensors[0][1].data_offsets[0], tensors[-1][1].data_offsets[1]
-        if kind not in _FLOATS or begin == end:
-            continue
-        count = (end - begin) // _FLOATS[kind].itemsize
-        values = torch.frombuffer(mapped, dtype=_FLOATS[kind], count=count, offset=data_start + begin)
-        names = [name for name, _ in tensors]
-        for piece in values.split(_PIECE):
-            yield names, piece
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
 from trainer.checkpoint.adapter_form import AdapterForm, stack_difference
 from trainer.checkpoint.checkpoint_files import checksum
-from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -39,8 +39,8 @@ def write_adapter(
 
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights) the
     difference to it is written, which fits the unchanged base model.
-    Raises RuntimeError if the file is empty, not finite or differs from memory, or if it `must_have_moved` and all of
-    B is still zero.
+    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B `must_have_moved`
+    and all of it is still zero.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -48,20 +48,19 @@ def write_adapter(
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
     if initial is not None:
         form, stored = form.for_unchanged_base(), stack_difference(stored, load_file(initial / WEIGHTS))
+    _check_finite(stored, folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
-    _check_read_back(file)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights as safetensors; of `model` only its settings are used."""
+    """Write gathered weights as safetensors; of `model` only its settings are used. Raises RuntimeError as above."""
+    _check_finite(weights, folder)
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)
-    for file in folder.glob("*.safetensors"):
-        _check_read_back(file)
 
 
 def gather_weights(
@@ -88,13 +87,9 @@ def gather_weights(
     return found
 
 
-def _check_read_back(file: Path) -> None:
-    is_empty = True
-    for names, piece in iterate_float_pieces(file):
-        is_empty = False
-        if not torch.isfinite(piece).all():
-            stored = load_file(file)
-            name = next(name for name in names if not torch.isfinite(stored[name]).all())
-            raise RuntimeError(f"{file}: {name} is not finite; the last good weights are in the newest checkpoint")
-    if is_empty:
-        raise RuntimeError(f"{file}: holds no weights")
+def _check_finite(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    if not weights:
+        raise RuntimeError(f"{folder}: there are no weights to write")
+    for name, value in weights.items():
+        if value.element_size() > 1 and not value.isfinite().all():  # 8 bits have no infinity
+            raise RuntimeError(f"{folder}: {name} is not finite; the last good weights are in the newest checkpoint")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from trainer.checkpoint.run_record import note_written
 from trainer.config import UserError
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.output_files import describe_disk, disk_error
@@ -52,13 +51,11 @@ def _check_no_run_in(output: Path) -> None:
 def temporary_output(output: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `move_into_place`.
 
-    Both are added to the list of files of the run they lie in. Raises UserError if the folder cannot be created,
-    RuntimeError, with the disk's name, if writing fails.
+    Raises UserError if the folder cannot be created, RuntimeError, with the disk's name, if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        note_written(output.parent, [output.name, temporary.name])
         try:
             temporary.mkdir(parents=True)
         except OSError as error:

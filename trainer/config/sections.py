@@ -151,8 +151,8 @@ class OutputSection(Section):
     """The output folder of the run."""
 
     overwrite: bool | Literal["delete"] = False
-    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete the
-    files listed in its record, but not yours; false: refuse to start."""
+    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its
+    files and checkpoints, but not yours; false: refuse to start."""
 
 
 class ExportSection(Section):
@@ -193,7 +193,7 @@ class RunConfig(Section):
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
     output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and plots; default: runs/NAME for NAME.yaml."""
+    """Folder for the adapter, checkpoints, logs, metrics and report; default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of all random numbers."""
     model: ModelSection = ModelSection()

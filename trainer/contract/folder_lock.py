@@ -7,21 +7,26 @@ time is watched with the local clock only, and no change for STALE_S means dead.
 nevertheless (because it was stopped or disconnected) gets FolderLost from `check`.
 """
 
+import json
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import UserError
-from trainer.config.files import UnreadableFile
-from trainer.contract.lock_file import JOB_VARIABLES, Holder, Lock, create_lock, lock_path, read_lock, remove_lock
+from trainer.config.files import UnreadableFile, parse_json
+from trainer.contract.launcher_process import ProcessMark
 from trainer.contract.whole_files import write_json
 
+LOCK_FILE = "lock.json"
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 BEAT_S = 5.0
 STALE_S = 120.0
 """Longer than network file systems cache attributes (60 s) and than libraries block Python threads."""
@@ -36,6 +41,61 @@ class FolderLost(UserError):
     """Another run has taken over the folder: this one must not write to it any more."""
 
     exit_code = 1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock."""
+
+    host: str
+    process: ProcessMark
+
+    @classmethod
+    def for_this_process(cls) -> "Holder":
+        """Return the holder for the calling process."""
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        mark = ProcessMark.of(os.getpid())
+        assert mark is not None, "/proc lacks this process"
+        return cls(host, mark)
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The content of the file."""
+
+    token: str
+    """Unique for every run."""
+    since: str
+    job: str
+    restarts: int
+    """Number of restarts of the job by the scheduler."""
+    holders: tuple[Holder, ...]
+    beat: int = 0
+    """Time of the last heartbeat, which is the file's, in nanoseconds."""
+
+    @classmethod
+    def for_this_process(cls) -> "Lock":
+        """Create a lock for the calling process."""
+        job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
+
+    def describe(self) -> str:
+        """Describe its holder."""
+        if not self.holders:
+            return "an unknown process"
+        job = f" of job {self.job}" if self.job else ""
+        return f"process {self.holders[-1].process.pid} on {self.holders[-1].host}{job}, since {self.since}"
+
+    def is_alive(self) -> bool | None:
+        """Return whether a holder is alive; None if none is known to be, and one is on another machine."""
+        states = [holder.process.is_alive() for holder in self.holders]
+        return True if any(states) else None if not states or None in states else False
+
+    def is_predecessor_of(self, other: "Lock") -> bool:
+        """Return whether it belongs to an earlier start of the same job, which the scheduler has ended."""
+        return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
 class FolderLock:
@@ -57,23 +117,20 @@ class FolderLock:
         """
         path, own, watch = lock_path(run_dir), Lock.for_this_process(), _Watch()
         deadline, reported = time.monotonic() + WAIT_S, ""
-        while not create_lock(path, own):
-            found = read_lock(path)
+        while not _create(path, own):
+            found = _read(path)
             if found is None:
                 continue  # released in the meantime
-            alive = watch.is_alive(*found)
+            alive = watch.is_alive(found)
             if alive is False:
-                say(
-                    f"note: output_dir={run_dir}: its last run ({found[0].describe()}) was killed; taking over its lock"
-                )
-                remove_lock(path, found[0].token)
+                say(f"note: output_dir={run_dir}: its last run ({found.describe()}) was killed; taking over its lock")
+                _remove(path, found.token)
                 continue
-            waits = found[0].is_predecessor_of(own) or (resumes and _under_scheduler())
-            if alive and (not waits or time.monotonic() > deadline):
-                raise _locked_error(run_dir, found[0])
+            if alive and (not _waits(own, found, resumes) or time.monotonic() > deadline):
+                raise _locked_error(run_dir, found)
             until = f"its end, {WAIT_S / 60:.0f} minutes at most" if alive else f"a heartbeat, {STALE_S:.0f} s"
             if until != reported:
-                say(f"note: output_dir={run_dir}: held by {found[0].describe()}; waiting for {until}")
+                say(f"note: output_dir={run_dir}: held by {found.describe()}; waiting for {until}")
                 reported = until
             time.sleep(POLL_S)
         return cls(run_dir, own, owns=True)
@@ -84,18 +141,13 @@ class FolderLock:
 
         Raises FolderLost if another run has taken over the folder.
         """
-        path, deadline = lock_path(run_dir), time.monotonic() + SEEN_WITHIN_S
-        while (found := read_lock(path)) is None or not found[0].token:  # missing or half written
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        if found is None:
+        lock = _read_delayed(run_dir, lambda lock: bool(lock.token))
+        if lock is None:
             return None
-        lock = found[0]
         if lock.token != token:
             raise _lost_error(run_dir, lock)
         lock = replace(lock, holders=(lock.holders[0], Holder.for_this_process()))
-        write_json(path, asdict(lock))
+        write_json(lock_path(run_dir), asdict(lock))
         return cls(run_dir, lock, owns=False)
 
     @property
@@ -111,8 +163,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderLost if another run has taken over the folder; call this before writing to it."""
         if not self._still_holds():
-            found = read_lock(self._path)
-            raise _lost_error(self._run_dir, found[0] if found else None)
+            raise _lost_error(self._run_dir, _read(self._path))
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
@@ -127,13 +178,13 @@ class FolderLock:
     def _still_holds(self) -> bool:
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not self._is_lost:
-            found = read_lock(self._path)
+            found = _read(self._path)
             if found is None:
                 # The folder was emptied. It is ours unless another run locks it first.
-                if self._ended.is_set() or create_lock(self._path, self._lock):
+                if self._ended.is_set() or _create(self._path, self._lock):
                     return True
-            elif found[0].token or time.monotonic() > deadline:
-                self._is_lost = found[0].token != self.token
+            elif found.token or time.monotonic() > deadline:
+                self._is_lost = found.token != self.token
                 break
             else:
                 # Half written by this run's other holder or thread, or by another run.
@@ -158,33 +209,30 @@ class FolderLock:
         self.release()
 
 
+def lock_path(run_dir: Path) -> Path:
+    return run_dir / "logs" / LOCK_FILE
+
+
 def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
     """Raise UserError immediately if a live run of this machine holds the folder; nothing is written."""
     try:
-        found = read_lock(lock_path(run_dir))
+        found = _read(lock_path(run_dir))
     except OSError:
         return  # later checks report problems of the path
-    if found is None or not any(holder.is_alive() for holder in found[0].holders):
-        return
-    if not found[0].is_predecessor_of(Lock.for_this_process()) and not (resumes and _under_scheduler()):
-        raise _locked_error(run_dir, found[0])
+    if found is not None and found.is_alive() and not _waits(Lock.for_this_process(), found, resumes):
+        raise _locked_error(run_dir, found)
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
     """Return whether another rank's lock can be read here, waiting for delays of network file systems."""
-    path, deadline = lock_path(run_dir), time.monotonic() + SEEN_WITHIN_S
-    while (found := read_lock(path)) is None or found[0].token != token:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    found = _read_delayed(run_dir, lambda lock: lock.token == token)
+    return found is not None and found.token == token
 
 
 def describe_live_holder(run_dir: Path) -> str | None:
     """Describe the run that holds the folder; None if there is none or it is known to be dead."""
-    found = read_lock(lock_path(run_dir))
-    dead = found is None or (found[0].holders and all(holder.is_alive() is False for holder in found[0].holders))
-    return None if found is None or dead else found[0].describe()
+    found = _read(lock_path(run_dir))
+    return None if found is None or found.is_alive() is False else found.describe()
 
 
 class _Watch:
@@ -195,14 +243,11 @@ class _Watch:
         self._changes = 0
         self._changed_at = 0.0
 
-    def is_alive(self, lock: Lock, beat: int) -> bool | None:
+    def is_alive(self, lock: Lock) -> bool | None:
         """Return whether a holder is alive, None as long as this is unknown."""
-        states = [holder.is_alive() for holder in lock.holders]
-        if any(states):
-            return True
-        if states and None not in states:
-            return False
-        now, sign = time.monotonic(), (lock.token, beat)
+        if (alive := lock.is_alive()) is not None:
+            return alive
+        now, sign = time.monotonic(), (lock.token, lock.beat)
         if sign != self._seen:
             same_lock = self._seen is not None and self._seen[0] == lock.token
             self._changes = self._changes + 1 if same_lock else 0
@@ -210,6 +255,12 @@ class _Watch:
         if now - self._changed_at > STALE_S:
             return False
         return True if self._changes else None
+
+
+def _waits(own: Lock, found: Lock, resumes: bool) -> bool:
+    """Return whether a run waits for the one that holds the folder."""
+    under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
+    return found.is_predecessor_of(own) or (resumes and under_scheduler)
 
 
 def _locked_error(run_dir: Path, lock: Lock) -> UserError:
@@ -226,5 +277,60 @@ def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLost:
     )
 
 
-def _under_scheduler() -> bool:
-    return any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
+def _create(path: Path, lock: Lock) -> bool:
+    """Create the file and its folder; returns False if the file exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(lock), indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        return False
+    except OSError:
+        path.unlink(missing_ok=True)  # on a full disk, an empty file would lock the folder for no one
+        raise
+    return True
+
+
+def _read(path: Path) -> Lock | None:
+    """Return the lock; None if there is none.
+
+    An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder or pipe, OSError for errors of the
+    file system.
+    """
+    if path.exists() and not path.is_file():
+        raise UnreadableFile(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
+    try:
+        # Opened every time, because this makes network file systems ask their server.
+        with path.open("rb") as file:
+            content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return replace(parse_json(content, path, Lock), beat=beat)
+    except UnreadableFile:
+        return Lock("", "", "", 0, (), beat)
+
+
+def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
+    """Return the lock once it is the wanted one, or as it is after `SEEN_WITHIN_S`."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        found = _read(lock_path(run_dir))
+        if (found is not None and is_wanted(found)) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def _remove(path: Path, token: str) -> None:
+    """Remove the dead lock `token`, but not a new lock that has replaced it."""
+    aside = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
+    try:
+        os.rename(path, aside)  # only one of several processes that see the same dead lock succeeds
+    except FileNotFoundError:
+        return
+    found = _read(aside)
+    if found is not None and found.token != token and not path.exists():
+        os.rename(aside, path)
+    aside.unlink(missing_ok=True)

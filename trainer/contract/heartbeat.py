@@ -168,7 +168,9 @@ class Folder:
                     os.close(self._file)
                     self._file = None
                 if self._file is None and self._logs.is_dir():
-                    self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                    self._file = os.open(
+                        self._logs / f"heartbeat-{self._rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+                    )
             if self._file is not None and self.writes:
                 self._last = beat
                 os.pwrite(self._file, beat.line(), 0)
@@ -191,15 +193,7 @@ class Folder:
 
     def read(self) -> dict[int, Heartbeat]:
         """Return the latest heartbeat of every rank that has one."""
-        found = {}
-        for rank in range(self._world_size):
-            try:
-                beat = Heartbeat.parse(read_bytes(self._path(rank), MOST_BYTES)[:LINE_BYTES])
-            except (OSError, UnreadableFile):
-                continue
-            if beat is not None and beat.rank == rank:
-                found[rank] = beat
-        return found
+        return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
     def verdict(self) -> Hang | None:
         """Return the verdict on this run, if a rank has written one."""
@@ -223,6 +217,3 @@ class Folder:
         except FileExistsError:
             return False
         return True
-
-    def _path(self, rank: int) -> Path:
-        return self._logs / f"heartbeat-{rank}.json"

@@ -6,7 +6,6 @@ missing private name is an error (`require`), so that no feature is disabled sil
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,29 +15,19 @@ PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datas
 """Libraries that affect a run's results."""
 
 
-@dataclass(frozen=True)
-class Reliance:
-    """The tested versions of a library, newest last, and the uses of its private names."""
-
-    tested: tuple[str, ...]
-    inside: str
-
-
 KNOWN = {
-    "torch": Reliance(
-        ("2.11.0", "2.13.0"),
-        "clipping within its fused AdamW, freed storage, time limits, flash attention's operators",
-    ),
-    "deepspeed": Reliance(("0.19.8",), "gradient norms, loss scale, partitions, reduction after running out of memory"),
-    "transformers": Reliance(("5.17.0", "5.23.0"), "attention of packs, recomputation, loading piece by piece"),
-    "peft": Reliance(("0.21.2",), "forward of adapted layers"),
-    "bitsandbytes": Reliance(("0.50.2",), "4-bit weights, 8-bit moments"),
-    "diffusers": Reliance(("0.42.1",), "packed latents of samples, a mark on models in 4 bits"),
-    "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
-    "torchao": Reliance(("0.18.0",), "rounding of weights (training.qat)"),
-    "lm_eval": Reliance(("0.4.13",), "batches of requests (evaluation.tasks)"),
-    "compressed-tensors": Reliance(("0.20.0",), "packing of rounded weights for servers"),
+    "torch": ("2.11.0", "2.13.0"),
+    "deepspeed": ("0.19.8",),
+    "transformers": ("5.17.0", "5.23.0"),
+    "peft": ("0.21.2",),
+    "bitsandbytes": ("0.50.2",),
+    "diffusers": ("0.42.1",),
+    "datasets": ("5.2.0",),
+    "torchao": ("0.18.0",),
+    "lm_eval": ("0.4.13",),
+    "compressed-tensors": ("0.20.0",),
 }
+"""The tested versions of libraries with private names that are used, newest last."""
 
 
 def installed(library: str) -> str | None:
@@ -48,12 +37,11 @@ def installed(library: str) -> str | None:
 
 
 def describe_untested() -> list[str]:
-    """Return `transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: ...)` for each untested library."""
-    found = {library: installed(library) for library in KNOWN}
+    """Return `transformers 5.24.0 (tested: 5.17.0, 5.23.0)` for each untested library."""
     return [
-        f"{library} {found[library]} (tested: {', '.join(reliance.tested)}; unproven: {reliance.inside})"
-        for library, reliance in KNOWN.items()
-        if found[library] is not None and found[library] not in reliance.tested
+        f"{library} {found} (tested: {', '.join(tested)})"
+        for library, tested in KNOWN.items()
+        if (found := installed(library)) is not None and found not in tested
     ]
 
 
@@ -65,7 +53,7 @@ def version_warning() -> str | None:
 
 def changed(library: str, what: str) -> UserError:
     """Return the error for a changed private name of a library."""
-    found, tested = installed(library), KNOWN[library].tested[-1]
+    found, tested = installed(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if found == tested:  # caused by this model or setting
         fix = "report it with the configuration of the run"

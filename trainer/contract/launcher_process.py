@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.config.files import ProcessId
 from trainer.contract.exit_codes import EXIT_FAILED
 
 VARIABLE = "ZEROLORA_LAUNCHER"
@@ -44,7 +45,7 @@ class ProcessMark:
 
     kernel: str
     """Boot ID of the kernel, and namespace of process IDs."""
-    pid: int
+    pid: ProcessId
     started: str
     """Start in kernel ticks since boot."""
 
@@ -67,10 +68,14 @@ class ProcessMark:
         """Return whether this process can see it if it is alive."""
         return self.kernel == _kernel()
 
-    def is_alive(self) -> bool:
-        """Return whether the process runs; a zombie does not."""
+    def is_alive(self) -> bool | None:
+        """Return whether the process runs, which a zombie does not; None if this process cannot see it."""
+        if not self.is_visible():
+            return None
         fields = read_stat(self.pid)
-        return fields is not None and fields[19] == self.started and fields[0] not in "ZX"
+        if fields is None:
+            return psutil.pid_exists(self.pid)  # of another user, where /proc hides those
+        return fields[19] == self.started and fields[0] not in "ZX"
 
 
 def tie_children_to_this_process() -> None:
@@ -117,7 +122,7 @@ class LauncherWatch:
     def find_loss(self) -> str | None:
         """Describe which process or connection was lost; None if there is none."""
         launcher, above = self._launcher, self._above
-        if launcher is not None and launcher.is_visible() and not launcher.is_alive():
+        if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"
         if above is not None and not above.is_alive():
             return f"process {above.pid}, which started this one, has exited"

@@ -3,11 +3,14 @@
 If the process is killed or the host loses power, the old file is kept.
 """
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
+
+FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -47,8 +50,14 @@ def apply_umask(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to disk, so that a rename survives a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return  # a parent folder that may be traversed but not read was not created by this run
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in FSYNC_UNSUPPORTED:  # some network file systems cannot fsync folders
+            raise
     finally:
         os.close(descriptor)

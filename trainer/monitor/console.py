@@ -10,11 +10,8 @@ import faulthandler
 import os
 import stat
 import sys
-import threading
 import time
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -76,7 +73,6 @@ def open_console(
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     _redirect_output(log_path)
-    _log_uncaught(rank)
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
     if screen_fd is None:
@@ -138,14 +134,6 @@ def warn(console: Console, message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
-def report_to_torchrun(error: Exception) -> None:
-    """Under torchrun, record the error in the file from which torchrun prints the failed rank's traceback."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
 def _console(screen: _Screen | TextIO, width: int) -> Console:
     # A terminal of unknown size reports 0 columns.
     return Console(
@@ -196,18 +184,3 @@ def _redirect_output(log_path: Path) -> None:
     sys.stdout = forgiving_stream(1)
     sys.stderr = forgiving_stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
-
-
-def _log_uncaught(rank: int) -> None:
-    """Log uncaught exceptions, also of threads, with time and rank."""
-
-    def write(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}: uncaught {kind.__name__}", file=sys.stderr)
-        traceback.print_exception(kind, error, trace, file=sys.stderr)
-
-    def write_thread(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:
-            write(args.exc_type, args.exc_value, args.exc_traceback)
-
-    sys.excepthook = write
-    threading.excepthook = write_thread

@@ -41,13 +41,12 @@ class Display:
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         if "eval/loss" in values:
             self._print(f"{head}  held-out {format_evaluation(values)}")
-        elif "train/loss" in values and (self._mode == "lines" or self._stays(step)):
+            return
+        stays = step in (1, self._total) or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0
+        if "train/loss" in values and (self._mode == "lines" or stays):
             self._record_time(step)
             left = [f"{self._time_left():>8} left"] if self._mode == "lines" else []
             self._print("  ".join([head, *left, *format_step(values, detailed=True)]))
-
-    def _stays(self, step: int) -> bool:
-        return step == 1 or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0 or step == self._total
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self._record_time(step)

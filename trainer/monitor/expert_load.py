@@ -1,4 +1,4 @@
-"""Load balance of MoE experts, and the number of expert adapters that received no token."""
+"""Load balance of MoE experts."""
 
 import math
 from functools import partial
@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.replacements import replaces
-from trainer.model.expert_layers import DOWN, ExpertFactor, expert_modules, expert_shape, takes_all_tokens
+from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
 from trainer.monitor.hooks import FinishedStep, Hook
-from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.parallel.ranks.group import sum_over_ranks
 
 
@@ -20,8 +19,6 @@ class ExpertLoad(Hook):
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
-        self._adapters = [each for each in model.modules() if isinstance(each, ExpertFactor) and not each.down]
-        self._all_had_tokens = False
         self._visits: dict[int, Tensor] = {}
         for layer, experts in enumerate(self._experts):
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
@@ -52,31 +49,14 @@ class ExpertLoad(Hook):
 
         Every rank must call it: the counts are summed over the ranks in one all-reduce.
         """
-        found: dict[str, float] = {}
-        if self._visits:
-            visits = [self._visits[layer] for layer in sorted(self._visits)]
-            every = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
-            fractions = [counts.double() / counts.sum().clamp(min=1) for counts in every]
-            entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
-            table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
-            busiest, idlest, entropy = table.mean(0).tolist()
-            found = {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}
-            for counts in visits:
-                counts.zero_()
-        if self._adapters and not self._all_had_tokens:
-            idle = self._count_idle()
-            if idle is not None:
-                found["experts/adapters_without_token"] = float(idle)
-                self._all_had_tokens = idle == 0
-        elif self._adapters:
-            found["experts/adapters_without_token"] = 0.0
-        return found
-
-    def _count_idle(self) -> int | None:
-        """Count the experts with B still zero, that is, without a gradient so far; None if stage 3 partitions it."""
-        factors = [each.weight for each in self._adapters]
-        if any(is_partitioned(factor) for factor in factors):
-            return None
-        with torch.no_grad():
-            idle = torch.stack([(factor.flatten(1) == 0).all(1).sum() for factor in factors])
-        return int(idle.sum())
+        if not self._visits:
+            return {}
+        visits = [self._visits[layer] for layer in sorted(self._visits)]
+        every = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
+        fractions = [counts.double() / counts.sum().clamp(min=1) for counts in every]
+        entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
+        table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
+        busiest, idlest, entropy = table.mean(0).tolist()
+        for counts in visits:
+            counts.zero_()
+        return {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}

@@ -1,13 +1,16 @@
-"""The metrics of a run, written to its files, trackers and the console. Rank 0 only."""
+"""The metrics of a run, written to metrics.jsonl, trackers and the console. Rank 0 only.
+
+A full disk does not stop training: a warning names the disk, and records are kept in memory until there is room again.
+"""
 
 import importlib.util
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
@@ -15,14 +18,15 @@ from trainer.config import LoggingSection, UserError
 from trainer.config.files import UnreadableFile, read_bytes
 from trainer.contract.json_records import MOST_METRICS_BYTES, parse_record
 from trainer.contract.json_records import Record as Record
+from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import write_whole
+from trainer.monitor.console import warn
 from trainer.monitor.display import Display
-from trainer.monitor.metric_files import METRICS_FILE, MetricFiles
 from trainer.monitor.trackers import Trackers
 
-# Records after the step that a run resumes from, until its first checkpoint is complete; and their name after that.
-LATER_FILE = "metrics.later.jsonl"
-ABANDONED_FILE = "abandoned-metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
+GPU_EVERY_S = 2.0
+"""Time between readings of the GPU's counters, each of which takes milliseconds."""
 
 
 def check_reporters(logging: LoggingSection) -> None:
@@ -34,12 +38,12 @@ def check_reporters(logging: LoggingSection) -> None:
             )
 
 
-def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
+def read_metrics(run_dir: Path) -> list[Record]:
     """Return the records of `run_dir/metrics.jsonl` in file order, without a last line truncated by a kill.
 
     Raises UserError if the file is missing or any other line is invalid.
     """
-    path = run_dir / name
+    path = run_dir / METRICS_FILE
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
@@ -75,37 +79,56 @@ class Metrics:
     ) -> None:
         """`before_writing` raises if the folder no longer belongs to this run; `settings` are its configuration."""
         check_reporters(logging)
-        self._before_writing = before_writing
+        self._before_writing, self._console = before_writing, console
         run_dir.mkdir(parents=True, exist_ok=True)
-        name = logging.run_name or run_dir.resolve().name
-        _truncate_records(run_dir, first_step)
-        self._files = MetricFiles(
-            run_dir,
-            name,
-            console,
-            first_step=first_step,
-            tensorboard="tensorboard" in logging.report_to,
-            settings=settings,
-        )
-        self._trackers = Trackers(logging, run_dir, name, settings or {}, console.print)
+        self._path = run_dir / METRICS_FILE
+        if self._path.is_file():
+            records = read_metrics(run_dir) if first_step else []
+            kept = [record for record in records if (record["step"] or 0) <= first_step]
+            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._path.touch()
+        self._unwritten = b""
+        self._trackers = Trackers(logging, run_dir, settings or {}, console.print, first_step)
         self._display = Display(console, logging.progress, total_steps=total_steps)
-        self._gpu = GpuMetrics.open()
+        self._gpu: dict[str, float] = {}
+        self._gpu_read = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step; print a line for a held-out loss, or without a bar for any training loss."""
         numbers = {key: float(value) for key, value in values.items()}
-        if self._gpu is not None and "train/loss" in numbers:
-            numbers |= self._gpu.values()
+        if "train/loss" in numbers:
+            if time.monotonic() - self._gpu_read > GPU_EVERY_S:
+                self._gpu, self._gpu_read = read_gpu(), time.monotonic()
+            numbers |= self._gpu
         # NaN is not valid JSON, and other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
-        self._files.write({"step": step, "time": round(time.time(), 3), **finite}, numbers)
+        waited = bool(self._unwritten)
+        self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **finite}).encode() + b"\n"
+        problem = self._write()
+        if problem and not waited:
+            warn(self._console, f"metrics wait for room on the disk, training continues: {problem}")
+        elif waited and not problem:
+            self._console.print(f"metrics are written again; none is missing in {METRICS_FILE}", soft_wrap=True)
         self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
+    def _write(self) -> str | None:
+        """Append the waiting records completely or not at all; return the problem of a full disk."""
+        failures: list[str] = []
+        with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
+            end, written = file.tell(), 0
+            try:
+                while written < len(self._unwritten):
+                    written += file.write(self._unwritten[written:])
+            except OSError:
+                file.truncate(end)  # a partial record would make the file invalid
+                raise
+            self._unwritten = b""
+        return failures[0] if failures else None
+
     def log_image(self, step: int, name: str, image: Any) -> None:
         """Show an image (PIL) in TensorBoard and trackers."""
-        self._files.write_image(step, f"samples/{name}", image)
         self._trackers.log_image(step, f"samples/{name}", image)
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
@@ -113,109 +136,26 @@ class Metrics:
         self._display.update(step, values)
 
     def close(self) -> None:
-        """Stop the bar and close all files; may be called twice."""
+        """Stop the bar, write the records that wait and close all trackers; may be called twice."""
         self._display.stop()
-        self._files.close()
+        if self._unwritten and (problem := self._write()):
+            warn(self._console, f"the last metrics of this run are not written: {problem}")
+            self._unwritten = b""
         self._trackers.close()
-        if self._gpu is not None:
-            self._gpu.close()
 
 
-def archive_previous_attempt(run_dir: Path, *, keep: bool) -> None:
-    """Drop the metrics of the previous attempt once this one has a checkpoint; with `keep`, archive them first."""
-    later = run_dir / LATER_FILE
-    if keep and later.is_file():
-        with (run_dir / ABANDONED_FILE).open("ab") as file:
-            file.write(later.read_bytes())
-    later.unlink(missing_ok=True)
+def read_gpu() -> dict[str, float]:
+    """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib (of all processes), if known."""
+    import torch  # readers of metrics.jsonl import this module and need no torch
 
-
-def _truncate_records(run_dir: Path, first_step: int) -> None:
-    """Keep the records up to the resumed step and move later ones to `LATER_FILE`; a fresh run (0) starts empty."""
-    path = run_dir / METRICS_FILE
-    if not path.is_file():
-        return
-    if not first_step:
-        _rewrite(path, [])
-        (run_dir / LATER_FILE).unlink(missing_ok=True)
-        return
-    records = read_metrics(run_dir)
-    if later := read_metrics(run_dir, LATER_FILE) if (run_dir / LATER_FILE).is_file() else []:
-        # The attempt that wrote it reached no checkpoint, so nothing can resume from its own records.
-        begun = later[0]["step"] or 0
-        records = [record for record in records if (record["step"] or 0) < begun] + later
-    after = [record for record in records if (record["step"] or 0) > first_step]
-    if after:
-        _rewrite(run_dir / LATER_FILE, after)
-    else:
-        (run_dir / LATER_FILE).unlink(missing_ok=True)
-    _rewrite(path, [record for record in records if (record["step"] or 0) <= first_step])
-
-
-def _rewrite(path: Path, records: list[Record]) -> None:
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-EVERY_S = 2.0
-
-
-class GpuMetrics:
-    """Utilization, power and memory (all processes) of this rank's GPU, from NVML (nvidia-ml-py).
-
-    A query can take several milliseconds, so a thread polls until `close`, and the loop reads the latest values.
-    """
-
-    def __init__(self, nvml: Any, handle: Any, every_s: float = EVERY_S) -> None:
-        self._nvml, self._handle, self._every_s = nvml, handle, every_s
-        self._closed = threading.Event()
-        self._values: dict[str, float] = self._read()
-        self._thread = threading.Thread(target=self._watch, name="gpu-metrics", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def open(cls) -> Self | None:
-        """Monitor torch's current GPU; return None without a GPU, NVIDIA driver or nvidia-ml-py."""
-        import torch  # readers of metrics.jsonl import this module and need no torch
-
-        if not torch.cuda.is_available():
-            return None
-        try:
-            import pynvml
-        except ImportError:
-            return None
-        try:
-            pynvml.nvmlInit()
-            # By UUID, not by index: CUDA_VISIBLE_DEVICES renumbers torch's GPUs, but not NVML's.
-            identity = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}"))
-        except pynvml.NVMLError:
-            return None  # a MIG slice, or a container without the driver's library
-
-    def values(self) -> dict[str, float]:
-        """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib, as far as the GPU reports them."""
-        return dict(self._values)
-
-    def close(self) -> None:
-        """Stop the thread; may be called twice."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._thread.join()
-            self._nvml.nvmlShutdown()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(self._every_s):
-            self._values = self._read()
-
-    def _read(self) -> dict[str, float]:
-        nvml, handle = self._nvml, self._handle
-        values: dict[str, float] = {}
-        for name, read in (
-            ("gpu/utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            ("gpu/power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-            ("gpu/memory_gib", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30),
+    values: dict[str, float] = {}
+    if torch.cuda.is_available():
+        cuda = torch.cuda
+        for name, read, unit in (
+            ("gpu/utilization", cuda.utilization, 1.0),
+            ("gpu/power_watts", cuda.power_draw, 1e3),
+            ("gpu/memory_gib", cuda.device_memory_used, 2.0**30),
         ):
-            try:
-                values[name] = float(read())
-            except nvml.NVMLError:
-                continue  # some GPUs and virtual machines report no power or no utilization
-        return values
+            with suppress(Exception):  # no nvidia-ml-py, a MIG slice, or a GPU that does not report it
+                values[name] = read() / unit
+    return values

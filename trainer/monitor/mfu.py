@@ -56,7 +56,7 @@ class StepFlops:
         """{sliding window or None: sum of heads x head size over the layers with that window}."""
         for name, module in inner.named_modules():
             if is_attention(module):
-                window = _window(module, config)
+                window = getattr(module, "sliding_window", getattr(config, "sliding_window", None)) or None
                 width = int(getattr(config, "num_attention_heads", 0) * module.head_dim)
                 self.attention[window] = self.attention.get(window, 0) + width
             flops = _linear_flops(name, module, config)
@@ -108,11 +108,6 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is the attention of a layer, whatever the architecture calls it."""
     return type(module).__name__.endswith("Attention") and hasattr(module, "head_dim")
-
-
-def _window(module: nn.Module, config: Any) -> int | None:
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return int(window) if window else None
 
 
 class MfuMeter(Hook):

@@ -3,7 +3,7 @@
 Traces are profile/rank-N.json.gz, for Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
 """
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ class StepProfiler(Hook):
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
         if steering is not None:
             self._named.append((steering, "penalty", SCU))
-        self._replaced: list[tuple[Any, str, Any]] = []
         self._profile: Any = None
-        self._range: Any = None
+        self._range = ExitStack()
 
     @classmethod
     def for_run(
@@ -47,31 +46,23 @@ class StepProfiler(Hook):
             return
         if self._profile is None:
             self._start()
-        self._leave_range()
-        self._range = record_function(f"{STEP} {step}")
-        self._range.__enter__()
+        self._range.close()
+        self._range.enter_context(record_function(f"{STEP} {step}"))
 
     def finish(self) -> None:
         """Stop and write the trace; do nothing if `first_step` was not reached."""
         if self._profile is None:
             return
-        self._leave_range()
+        self._range.close()
         _wait()
         self._profile.stop()
-        for owner, name, method in self._replaced:
-            if method is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
 
     def _start(self) -> None:
-        # A method may be patched on the instance already (trainer/patches/deepspeed_workarounds.py): restore that one.
-        self._replaced = [(owner, name, vars(owner).get(name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
-            setattr(owner, name, _in_range(getattr(owner, name), label))
+            setattr(owner, name, record_function(label)(getattr(owner, name)))
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -79,19 +70,6 @@ class StepProfiler(Hook):
         # Shapes distinguish the matrix products of frozen weights from those of adapters.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
-
-    def _leave_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-
-def _in_range(method: Callable[..., Any], label: str) -> Callable[..., Any]:
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with record_function(label):
-            return method(*args, **kwargs)
-
-    return named
 
 
 def _wait() -> None:

@@ -36,7 +36,7 @@ def end_summary(
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
     lines.append(_row("model" if config.adapter == "none" else "adapter", str(run_dir)))
     if report is not None:
-        lines.append(_row("plots", f"{report} and {run_dir / 'plots'}"))
+        lines.append(_row("report", str(report)))
     commands = next_commands(str(run_dir), config.model_dump(mode="json"))
     return lines + [_row(name, command) for name, command in commands]
 

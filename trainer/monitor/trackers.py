@@ -1,21 +1,29 @@
-"""Services that show the metrics of runs (`logging.report_to`). Rank 0 only."""
+"""TensorBoard and services that show the metrics of runs (`logging.report_to`). Rank 0 only."""
 
 import importlib
 import json
+import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
 from rich.markup import escape
 
 from trainer.config import LoggingSection
 from trainer.config.files import read_json
 from trainer.contract.whole_files import write_json
+from trainer.monitor.report.recorded import flatten
 
 IDENTITY_FILE = "tracker-ids.json"
 """The run's id in each service, so that a resumed run continues there."""
+# TensorBoard's page sorts groups by name, capitals first: it opens on these, and not on eval/bpt.
+ON_TOP = {"train/loss": "Loss/training", "eval/loss": "Loss/held out"}
+CHARTS = {"Loss": {"training and held out": ["Multiline", ["train/loss", "eval/loss"]]}}
 Write = Callable[[dict[str, Any], int], object]
 
 
@@ -24,6 +32,7 @@ class OpenRun:
     """A run in a service."""
 
     identity: str
+    """Empty if the service needs none."""
     log: Write
     """Records values of a step."""
     finish: Callable[[], object]
@@ -33,14 +42,13 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a service is asked for."""
-
     project: str
     name: str
     folder: Path
     known: str | None
     """Id of the run in the service, if it is known there."""
     settings: dict[str, Any]
+    first_step: int
 
     @property
     def identity(self) -> str:
@@ -51,20 +59,31 @@ class Trackers:
     """The open runs of several services."""
 
     def __init__(
-        self, logging: LoggingSection, run_dir: Path, run_name: str, settings: Mapping[str, Any],
+        self,
+        logging: LoggingSection,
+        run_dir: Path,
+        settings: Mapping[str, Any],
         say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """Open a run in each service, or continue the one of `run_dir`; `settings` are shown as hyperparameters."""
-        self._say = say
-        path, shown = run_dir / IDENTITY_FILE, dict(_flatten(settings))
+        first_step: int,
+    ) -> None:
+        """Open a run in each service, or continue the one of `run_dir`; `settings` are shown as hyperparameters.
+
+        `first_step` is the number of steps done before.
+        """
+        self._say, path = say, run_dir / IDENTITY_FILE
+        name = logging.run_name or run_dir.resolve().name
+        shown = {
+            key: value if isinstance(value, int | float | str) else json.dumps(value)
+            for key, value in flatten(settings).items()
+        }
         known = read_json(path) if path.is_file() else {}
         self._open = {
-            name: _OPEN[name](_Wanted(logging.project, run_name, run_dir, known.get(name), shown))
-            for name in logging.report_to
-            if name in _OPEN
+            service: _OPEN[service](_Wanted(logging.project, name, run_dir, known.get(service), shown, first_step))
+            for service in logging.report_to
         }
-        if self._open:
-            write_json(path, known | {name: run.identity for name, run in self._open.items()})
+        identities = {service: run.identity for service, run in self._open.items() if run.identity}
+        if identities:
+            write_json(path, known | identities)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step."""
@@ -140,19 +159,35 @@ def _open_comet(wanted: _Wanted) -> OpenRun:
     return OpenRun(identity, lambda values, step: run.log_metrics(values, step=step), run.end)
 
 
+def _open_tensorboard(wanted: _Wanted) -> OpenRun:
+    """Open an event file; TensorBoard hides what earlier files have after the steps that were done before."""
+    from torch.utils.tensorboard import SummaryWriter, summary  # costs a second
+
+    folder = wanted.folder / "tensorboard" / (re.sub(r"[^\w.-]+", "-", wanted.name).lstrip(".") or "run")
+    writer = SummaryWriter(str(folder), purge_step=wanted.first_step + 1)
+    writer.add_custom_scalars(CHARTS)
+    text = yaml.safe_dump(wanted.settings, sort_keys=False, allow_unicode=True)
+    writer.add_text("configuration", textwrap.indent(text, "    "))  # in Markdown, four spaces make code
+    # `add_hparams` would show them as a run of their own, in a folder below.
+    for part in summary.hparams(wanted.settings, {"eval/loss": 0.0, "train/loss": 0.0}):
+        writer.file_writer.add_summary(part)  # type: ignore[attr-defined]  # torch declares it as None
+
+    def log(values: dict[str, Any], step: int) -> None:
+        for tag, value in (values | {ON_TOP[tag]: values[tag] for tag in ON_TOP if tag in values}).items():
+            if isinstance(value, np.ndarray):
+                writer.add_image(tag, value, step, dataformats="HWC")
+            else:
+                writer.add_scalar(tag, value, step)
+        writer.flush()
+
+    return OpenRun("", log, writer.close, lambda image: np.asarray(image.convert("RGB")))
+
+
 _OPEN: dict[str, Callable[[_Wanted], OpenRun]] = {
+    "tensorboard": _open_tensorboard,
     "wandb": _open_wandb,
     "mlflow": _open_mlflow,
     "trackio": _open_trackio,
     "swanlab": _open_swanlab,
     "comet_ml": _open_comet,
 }
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings as pairs of a dotted name and a number, a text or JSON."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value if isinstance(value, int | float | str) else json.dumps(value)

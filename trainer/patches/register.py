@@ -42,7 +42,7 @@ def version_line(entry: Replacement) -> str:
     found = installed(entry.library)
     if found is None:
         return f"{entry.library} is not installed; read in {entry.read_in}"
-    untested = "" if found in KNOWN[entry.library].tested else ", untested"
+    untested = "" if found in KNOWN[entry.library] else ", untested"
     return f"{entry.library} {found}{untested}; read in {entry.read_in}"
 
 

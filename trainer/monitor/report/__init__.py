@@ -1,1 +1,1 @@
-"""`zerolora report`: a finished run as summary, plots and one page."""
+"""`zerolora report`: a run as one page."""

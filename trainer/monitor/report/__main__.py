@@ -1,4 +1,4 @@
-"""`zerolora report RUN [RUN ...] [--open]`: the page and plots of a run, or one page of several."""
+"""`zerolora report RUN [RUN ...] [--open]`: the page of a run, or one of several."""
 
 import sys
 import webbrowser
@@ -11,7 +11,7 @@ from trainer.monitor.report.write import write_report
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run, or one of several.")
+    parser = CommandParser(prog="zerolora report", description="An HTML page of a run, or one of several.")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"
     )

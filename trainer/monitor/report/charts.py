@@ -5,11 +5,12 @@ text next to it. Colours are CSS variables of the page, so that charts follow it
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
 
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
@@ -22,13 +23,8 @@ from trainer.monitor.report.curves import (
     series,
 )
 
-SIDE = 1000.0
+SIDE = 1000
 MOST_POINTS = 1200
-REWARDS = (
-    ("margins", "Reward margin", "chosen - rejected, nats"),
-    ("accuracies", "Reward accuracy", "chosen > rejected"),
-)
-"""Metrics of preference training -> chart title and unit."""
 TICKS = 5
 
 
@@ -44,10 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis.
-
-    `name` is the name of the PNG file.
-    """
+    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -56,7 +49,6 @@ class Chart:
     high: float | None = None
     band: tuple[float, float] | None = None
     wide: bool = False
-    name: str = ""
 
     @property
     def logarithmic(self) -> bool:
@@ -68,7 +60,7 @@ class Chart:
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return a chart for every metric that has values, in reading order."""
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
-    loss = mean_curves(training, "blue", "training")
+    loss = _mean_curves(training, "blue", "training")
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_label(records)))
     if len(steps := series(records, "eval/kept_step").values):
@@ -78,18 +70,13 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     memory, rate = series(records, "memory/peak_gib"), series(records, unit.rate)
     norm = series(records, "train/grad_norm")
     found = [
-        Chart("Loss", unit.loss, loss, wide=True, name="loss"),
-        *(_reward_chart(records, *reward) for reward in REWARDS),
-        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
-        Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
-        Chart(
-            "Throughput",
-            f"{unit.name}/s per rank",
-            mean_curves(rate, "green", "per rank"),
-            low=0.0,
-            name="throughput",
-        ),
-        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0, name="memory"),
+        Chart("Loss", unit.loss, loss, wide=True),
+        _reward_chart(records, "margins", "Reward margin", "chosen - rejected, nats"),
+        _reward_chart(records, "accuracies", "Reward accuracy", "chosen > rejected"),
+        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0),
+        Chart("Gradient norm", "L2", _mean_curves(norm, "blue", "before clipping"), low=0.0),
+        Chart("Throughput", f"{unit.name}/s per rank", _mean_curves(rate, "green", "per rank"), low=0.0),
+        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
         *_scu_charts(records, deadband),
     ]
     kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
@@ -97,10 +84,10 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _reward_chart(records: list[Record], name: str, title: str, unit: str) -> Chart:
-    training = mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
+    training = _mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
     held_out = series(records, f"eval/rewards/{name}").finite()
     curves = (*training, Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", "held out"))
-    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True, name=f"reward_{name}")
+    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True)
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
@@ -111,18 +98,15 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     s_series = (_scale(s_ratio, 100), _scale(s_smoothed, 100), _scale(target, 100))
     s_curves = _scu_curves(*s_series, "S") if len(s_ratio) else ()
     k_curves = _scu_curves(bits, bits_smoothed, target, "K") if len(bits) else ()
-    data = mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
+    data = _mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
     return [
-        Chart("SCU: S", "%", s_curves, low=0.0, band=band, name="scu_s"),
-        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0, name="scu_kl"),
-        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0, name="scu_lambda"),
-        Chart("SCU: DataBPT, information in the data", "bits per token", data, name="scu_data_bpt"),
+        Chart("SCU: S", "%", s_curves, low=0.0, band=band),
+        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0),
+        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0),
+        Chart("SCU: DataBPT, information in the data", "bits per token", data),
         # Not in one chart with DataBPT: at an S of 1 or 2 % it would be a line along the bottom of the axis.
-        Chart(
-            "SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0,
-            name="scu_param_bpt",
-        ),
-    ]  # fmt: skip
+        Chart("SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0),
+    ]
 
 
 def _scu_curves(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
@@ -137,7 +121,7 @@ def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
     return (Curve(series(records, name), "line", "blue"),)
 
 
-def mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
+def _mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
     """Return pale curves of the raw values and their running mean, or only the values if they are few."""
     window = choose_window(len(line))
     if window is None:
@@ -154,8 +138,8 @@ def draw(chart: Chart) -> str:
     low, high = float(values.min()), float(values.max())
     logarithmic = chart.logarithmic
     if not logarithmic:
-        bounds = (chart.low, chart.high, *(chart.band or ()))
-        low, high = min(low, *_with_bounds(bounds, low)), max(high, *_with_bounds(bounds, high))
+        bounds = [bound for bound in (chart.low, chart.high, *(chart.band or ())) if bound is not None]
+        low, high = min([low, *bounds]), max([high, *bounds])
     marks = _powers_of_ten(low, high) if logarithmic else _round_marks(low, high)
     bottom, top = min(low, marks[0]), max(high, marks[-1])
     first, last = float(steps.min()), float(steps.max())
@@ -168,57 +152,30 @@ def draw(chart: Chart) -> str:
             return 1 - math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.5
         return 1 - (value - bottom) / (top - bottom)
 
-    parts = [f'<line class="grid" x1="0" x2="{SIDE:g}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in
-             (SIDE * down(mark) for mark in marks)]  # fmt: skip
-    if chart.band:
+    def place(step: float, value: float) -> tuple[str | None, str, float, float]:
+        if not math.isfinite(value):
+            return None, "", step, value  # a gap
+        return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
+
+    ticks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
+    return render(
+        "chart.html.jinja",
+        chart=chart,
+        side=SIDE,
+        unit=f"{chart.unit}, by optimizer step" if chart.wide else chart.unit,
+        marks=[(number(mark), down(mark)) for mark in marks],
+        steps=[(f"{mark:,.0f}", across(mark)) for mark in ticks],
         # A logarithmic axis does not reach down to a band that begins at 0 or below.
-        upper, lower = (SIDE * down(min(max(value, bottom), top)) for value in reversed(chart.band))
-        parts.append(f'<rect class="band" x="0" width="{SIDE:g}" y="{upper:.1f}" height="{lower - upper:.1f}"/>')
-    for curve in chart.curves:
-        points = [
-            (SIDE * across(step), SIDE * down(value), step, value) if math.isfinite(value) else None
-            for step, value in zip(*_thin(curve.line), strict=True)
-        ]
-        parts += _dots(points, curve) if curve.kind == "dots" else _lines(points, curve)
-    step_marks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
-    labels = [f'<span class="y" style="top:{100 * down(mark):.2f}%">{number(mark)}</span>' for mark in marks]
-    labels += [f'<span class="x" style="left:{100 * across(mark):.2f}%">{mark:,.0f}</span>' for mark in step_marks]
-    legend = "".join(
-        f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>'
-        for curve in chart.curves
-        if curve.label
-    )
-    words = f"{chart.unit}, by optimizer step" if chart.wide else chart.unit
-    unit = f" <small>{escape(words)}</small>" if words else ""
-    return (
-        f"<figure{' class=wide' if chart.wide else ''}><figcaption><h2>{escape(chart.title)}{unit}</h2>"
-        f'<p class="legend">{legend}</p></figcaption><div class="chart">'
-        f'<svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(chart.title)}">{"".join(parts)}</svg>{"".join(labels)}</div></figure>'
+        band=[down(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
+        curves=[(curve, list(map(place, *_thin(curve.line)))) for curve in chart.curves],
     )
 
 
-Point = tuple[float, float, float, float] | None
-
-
-def _lines(points: Sequence[Point], curve: Curve) -> list[str]:
-    """Return a path with gaps at values that are not finite; an isolated point becomes a dot."""
-    words, pen_down = [], False
-    for point in points:
-        if point is not None:
-            words.append(f"{'L' if pen_down else 'M'}{point[0]:.1f} {point[1]:.1f}")
-            words += [] if pen_down else ["h0"]
-        pen_down = point is not None
-    return [f'<path class="{curve.colour} {curve.kind}" d="{"".join(words)}"/>']
-
-
-def _dots(points: Sequence[Point], curve: Curve) -> list[str]:
-    return [
-        f'<path class="{curve.colour} dots" d="M{point[0]:.1f} {point[1]:.1f}h0">'
-        f"<title>step {point[2]:,.0f}: {point[3]:.4f}</title></path>"
-        for point in points
-        if point is not None
-    ]
+def render(template: str, **content: Any) -> str:
+    """Return a template of this folder with its content, escaped in HTML."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
+    return environment.get_template(template).render(content)
 
 
 def _thin(line: Series) -> tuple[list[float], list[float]]:
@@ -266,7 +223,3 @@ def number(value: float) -> str:
 
 def _scale(line: Series, factor: float) -> Series:
     return Series(line.steps, factor * line.values)
-
-
-def _with_bounds(bounds: Sequence[float | None], other: float) -> list[float]:
-    return [other, *(bound for bound in bounds if bound is not None)]

@@ -12,6 +12,7 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
+from trainer.monitor.report.charts import render
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
 from trainer.monitor.report.write import summary_rows
@@ -73,20 +74,28 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
-    parts = [
-        _front_matter(config, base, sources),
-        OURS,
-        f"# {name.rpartition('/')[2]}",
-        f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
-        *_headline(records),
-        "## Use",
-        _usage(config, name),
-        "## Training",
-        _table([*about, *groups.get("Training", []), ("seed", str(config.seed))]),
-        *(["## Results", _table(groups["Results"])] if "Results" in groups else []),
-        *(["## Made with", _table(ran_on)] if ran_on else []),
-    ]
-    return "\n\n".join(parts) + "\n"
+    uploaded = not Path(name).is_absolute()
+    is_reward = config.task == "reward"
+    return render(
+        "card.md.jinja",
+        front=_front_matter(config, base, sources),
+        ours=OURS,
+        title=name.rpartition("/")[2],
+        kind="QLoRA" if config.adapter == "qlora" else "LoRA",
+        base=f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base,
+        held_out=HeldOut.from_records(records),
+        unit=find_unit(records).loss,
+        config=config,
+        is_reward=is_reward,
+        auto="AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM",
+        adapter=f'"{name}"' if uploaded else python_path(name),
+        base_path=python_path(config.base_model, uploaded=uploaded),
+        tables=[
+            ("Training", [*about, *groups.get("Training", []), ("seed", str(config.seed))]),
+            ("Results", groups.get("Results", [])),
+            ("Made with", ran_on),
+        ],
+    )
 
 
 def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
@@ -99,53 +108,4 @@ def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
     if datasets:
         data["datasets"] = datasets
     data["tags"] = ["lora", *(["qlora"] if config.adapter == "qlora" else []), "transformers", "zerolora"]
-    return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
-
-
-def _headline(records: list[Record]) -> list[str]:
-    held_out = HeldOut.from_records(records)
-    if held_out is None:
-        return []
-    before, after = held_out.before, held_out.after
-    return [f"Held-out loss **{before:.4f} → {after:.4f}** {find_unit(records).loss} ({after / before - 1:+.1%})."]
-
-
-def _usage(config: RunConfig, name: str) -> str:
-    grow = (
-        "base.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # for the tokens that were added\n"
-        if config.model.added_tokens
-        else ""
-    )
-    is_reward = config.task == "reward"
-    auto = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
-    uploaded = not Path(name).is_absolute()
-    adapter = f'"{name}"' if uploaded else python_path(name)
-    base = python_path(config.base_model, uploaded=uploaded)
-    code = (
-        "```python\n" + "import os\n\n" * ("os." in adapter + base) + "from peft import PeftModel\n"
-        f"from transformers import {auto}, AutoTokenizer\n\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({adapter})\n"
-        f'base = {auto}.from_pretrained({base}, {"num_labels=1, " * is_reward}dtype="auto")\n'
-        f"{grow}"
-        + "base.config.pad_token_id = tokenizer.pad_token_id\n"
-        * is_reward
-        + f"model = PeftModel.from_pretrained(base, {adapter})\n"
-        "```"
-    )
-    if config.adapter == "qlora":
-        code += "\n\nIt was trained on a quantised base (below) and fits the full-precision one as well."
-    if config.lora.dora:
-        code += (
-            "\n\nThis is a DoRA adapter. Load it with `PeftModel` as above: `AutoModelForCausalLM.from_pretrained` on "
-            "the adapter's folder leaves out its magnitudes, and the answers are wrong."
-        )
-    return code
-
-
-def _link(base: str) -> str:
-    return f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])
+    return yaml.safe_dump(data, sort_keys=False)

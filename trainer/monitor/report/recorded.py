@@ -17,9 +17,8 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import printable
 from trainer.config.files import Seconds, UnreadableFile, read_json
 from trainer.config.yaml_core import dump
+from trainer.contract.json_records import Record
 from trainer.contract.whole_files import write_json
-from trainer.monitor.metrics import Record
-from trainer.monitor.report.page import Changed, Example, Settings
 
 
 class RunRecord(BaseModel):
@@ -37,6 +36,8 @@ class RunRecord(BaseModel):
     commit: str | None
 
 
+Example = tuple[str, list[tuple[float, str]]]
+"""A training example: its heading, and its parts, each with its weight in the loss."""
 TIMES, EXAMPLES = "time_by_phase.json", "examples.json"
 HEAD, TAIL = 600, 300
 """Characters kept of each end of a long part of an example."""
@@ -110,17 +111,17 @@ def _read(path: Path, shape: Any) -> Any:
         raise UserError(f"{path}: {error.problem}; restore the file that the run wrote, or delete it") from None
 
 
-def changed_settings(config: Mapping[str, Any]) -> Settings | None:
-    """Return the settings for the report, given training_config.json (`auto` resolved); None if it is empty."""
+def changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
+    """Return (name, value, default) of changed settings and all settings as YAML, given training_config.json."""
     if not config:
-        return None
+        return [], ""
     given, defaults = flatten(config), _defaults(config)
     changed = [
-        Changed(name, format_value(_shown(value)), format_value(defaults.get(name)))
+        (name, format_value(_shown(value)), format_value(defaults.get(name)))
         for name, value in given.items()
         if value != defaults.get(name) and name != "dataset.cache_dir"
     ]
-    return Settings(changed, dump(dict(config)))
+    return changed, dump(dict(config))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,8 +3,6 @@
 import base64
 import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,8 @@ from trainer.contract.whole_files import write_json
 
 SAMPLES = "samples"
 INDEX = "prompts.json"
-MOST_SHOWN = 60
-MOST_CHARACTERS = 600_000
-"""Limit for all images of a page together; the page must stay under 1 MB."""
-SIDES = (448, 320, 224, 160, 112, 80)
-JPEG_QUALITY = 80
-
-
-@dataclass(frozen=True)
-class EmbeddedImage:
-    """An image embedded in a page: when it was drawn, and its `data:` URL."""
-
-    when: str
-    address: str
+MOST_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
+"""Limits of the images on a page, which must stay under 1 MB."""
 
 
 def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
@@ -57,48 +44,39 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     return found
 
 
-def embed_sample_images(run_dir: Path) -> list[tuple[str, list[EmbeddedImage]]]:
-    """Return the sample images as embedded JPEGs, as large as `MOST_CHARACTERS` allows; unreadable files are skipped.
+def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (prompt, [(when, `data:` URL)]) of the sample images; unreadable files are skipped.
 
     For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
     rows = find_sample_images(run_dir)[: MOST_SHOWN // 2]
-    each = max(2, MOST_SHOWN // max(1, len(rows)))
-    chosen = [(prompt, _pick_evenly(files, each)) for prompt, files in rows]
-    shown: list[tuple[str, list[EmbeddedImage]]] = []
-    for side in SIDES:
-        shown = [(prompt, _embed(files, side)) for prompt, files in chosen]
-        if sum(len(image.address) for _, row in shown for image in row) <= MOST_CHARACTERS:
-            break
+    each = MOST_SHOWN // max(1, len(rows))
+    shown = []
+    for prompt, files in rows:
+        chosen = [files[at * (len(files) - 1) // (each - 1)] for at in range(each)] if len(files) > each else files
+        shown.append((prompt, [(_when(file), address) for file in chosen if (address := _embed(file))]))
     return [(prompt, row) for prompt, row in shown if row]
 
 
-def _pick_evenly(files: Sequence[Path], count: int) -> list[Path]:
-    if len(files) <= count:
-        return list(files)
-    return [files[at * (len(files) - 1) // (count - 1)] for at in range(count)]
-
-
-def _embed(files: Sequence[Path], side: int) -> list[EmbeddedImage]:
+def _embed(file: Path) -> str | None:
     from PIL import Image  # every rank imports this module, only rank 0 draws
 
-    shown = []
-    for file in files:
-        out = io.BytesIO()
-        try:
-            with Image.open(file) as image:
-                small = image.convert("RGB")
-        except OSError:
-            continue
-        small.thumbnail((side, side))
-        small.save(out, "JPEG", quality=JPEG_QUALITY, optimize=True)
-        address = f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
-        shown.append(EmbeddedImage(file.stem.partition("-")[2], address))
-    return shown
+    out = io.BytesIO()
+    try:
+        with Image.open(file) as image:
+            small = image.convert("RGB")
+    except OSError:
+        return None
+    small.thumbnail((SIDE, SIDE))
+    small.save(out, "JPEG", quality=JPEG_QUALITY, optimize=True)
+    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def _when(file: Path) -> str:
+    return file.stem.partition("-")[2]
 
 
 def _sort_key(file: Path) -> tuple[int, int]:
-    when = file.stem.partition("-")[2]
-    if step := re.fullmatch(r"step-([0-9]{1,18})", when):
+    if step := re.fullmatch(r"step-([0-9]{1,18})", _when(file)):
         return 1, int(step[1])
-    return (0, 0) if when == "before" else (2, 0)
+    return (0, 0) if _when(file) == "before" else (2, 0)

@@ -1,6 +1,7 @@
-"""A page that compares several runs: overlaid curves, results, and differing settings."""
+"""A page that compares several runs: overlaid curves (held-out values dashed), results, and differing settings."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,27 +11,14 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
-from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
-from trainer.monitor.report.page import Answer, render_page, wide_table
+from trainer.monitor.report.charts import Chart, charts, draw, render
+from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
+from trainer.monitor.report.write import ANSWERS, TEMPLATE, duration, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8
 """Number of distinguishable colours."""
-CHARTS = (
-    ("Held-out loss", "", "eval/loss", None),
-    ("Loss", "", "train/loss", None),
-    *((f"{title}, held out", unit, f"eval/rewards/{name}", None) for name, title, unit in REWARDS),
-    *((f"{title}, training", unit, f"train/rewards/{name}", None) for name, title, unit in REWARDS),
-    ("Learning rate", "", "train/learning_rate", 0.0),
-    ("Gradient norm", "L2", "train/grad_norm", 0.0),
-    ("Throughput", "tokens/s per rank", "perf/tokens_per_second_per_gpu", 0.0),
-    ("Throughput", "images/s per rank", "perf/images_per_second_per_gpu", 0.0),
-    ("Peak memory", "GiB of rank 0", "memory/peak_gib", 0.0),
-    ("SCU: S", "fraction", "scu/s_ratio", 0.0),
-)
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
@@ -56,15 +44,16 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
     runs.sort(key=_result)
-    text = render_page(
-        f"{len(runs)} runs",
-        " · ".join(run.name for run in runs),
-        (),
-        (),
-        [draw(chart) for chart in overlay_charts(runs)],
+    text = render(
+        TEMPLATE,
+        title=f"{len(runs)} runs",
+        subtitle=" · ".join(run.name for run in runs),
+        result_heads=HEADS,
+        results=[_outcome(run) for run in runs],
+        figures=[draw(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
-        first=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True)],
-        middle=_differences(runs),
+        setting_heads=("setting", *(run.name for run in runs)),
+        differences=_differences(runs),
     )
     write_whole(page, text)
     return page
@@ -90,47 +79,26 @@ def _read(folder: Path) -> Recorded:
 
 
 def _unique_names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by their last part, or by as many as make the names unique."""
-    whole = [folder.resolve().parts for folder in folders]
-    depth = next(
-        (
-            depth
-            for depth in range(1, max(map(len, whole)) + 1)
-            if len({parts[-depth:] for parts in whole}) == len(whole)
-        ),
-        None,
-    )
-    if depth is None:
+    """Name folders by their paths below the folder that holds them all."""
+    whole = [folder.resolve() for folder in folders]
+    if len(set(whole)) < len(whole):
         raise UserError("zerolora report: the same run is named twice; list each once")
-    return ["/".join(parts[-depth:]) for parts in whole]
+    above = os.path.commonpath([folder.parent for folder in whole])
+    return [str(folder.relative_to(above)) for folder in whole]
 
 
 def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
-    """Return a chart for every metric that has values, with a curve per run: running means of long series."""
-    found = []
-    for title, unit, metric, low in CHARTS:
-        curves = tuple(curve for at, run in enumerate(runs) for curve in _curves(run, metric, f"run{at}"))
-        wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
-        shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
-        if any(len(curve.line.finite()) for curve in curves):
-            units = {find_unit(run.records).loss for run in runs}
-            own = units.pop() if len(units) == 1 else "in each run's unit"
-            found.append(Chart(title, own if wide else unit, shown, low=low, wide=wide))
-    return found
-
-
-def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
-    line = series(run.records, metric)
-    if not len(line.finite()):
-        return []
-    if metric == "eval/loss":
-        return [Curve(line.finite(), "line", colour, run.name), Curve(line.finite(), "dots", colour)]
-    window = choose_window(len(line)) if metric != "train/learning_rate" else None
-    if window is None:
-        return [Curve(line, "line", colour, run.name)]
-    mean = replace(line, values=running_mean(line.values, window))
-    pale = [Curve(line, "pale", colour)] if metric == "train/loss" else []
-    return [*pale, Curve(mean, "line", colour, f"{run.name}, mean of {window}")]
+    """Return the charts of all runs over each other: a colour for each run, and means instead of all values."""
+    found: dict[str, Chart] = {}
+    for at, run in enumerate(runs):
+        for chart in charts(run.records):
+            shown = [curve for curve in chart.curves if curve.kind != "pale"]
+            named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
+            curves = [replace(curve, colour=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]
+            before = found.get(chart.title, replace(chart, curves=()))
+            unit = chart.unit if chart.unit == before.unit else "in each run's unit"
+            found[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
+    return [replace(chart, unit=f"{chart.unit}, held out dashed") if chart.wide else chart for chart in found.values()]
 
 
 def _outcome(run: Recorded) -> list[str]:
@@ -149,7 +117,7 @@ def _outcome(run: Recorded) -> list[str]:
     ]
 
 
-def _differences(runs: Sequence[Recorded]) -> list[str]:
+def _differences(runs: Sequence[Recorded]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
     names = list(dict.fromkeys(name for found in settings for name in found))
     rows = []
@@ -157,16 +125,15 @@ def _differences(runs: Sequence[Recorded]) -> list[str]:
         values = [format_value(found[name]) if name in found else "" for found in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
-    return [wide_table("Where their settings differ", ("setting", *(run.name for run in runs)), rows, code=True)]
+    return rows
 
 
-def _answers(runs: Sequence[Recorded]) -> list[Answer]:
+def _answers(runs: Sequence[Recorded]) -> dict[str, dict[str, str]]:
     """Return the answers of each run after training, and of the base if all runs recorded the same ones."""
-    prompts = dict.fromkeys(prompt for run in runs for prompt in run.answers)
-    found = []
-    for prompt in prompts:
+    found = {}
+    for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}
         before = {run.answers[prompt]["before"] for run in runs if "before" in run.answers.get(prompt, {})}
         if after:
-            found.append(Answer(prompt, ({"before": before.pop()} if len(before) == 1 else {}) | after))
+            found[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
     return found

@@ -1,4 +1,4 @@
-"""The report of a run: the page RUN/report.html, and its plots as PNG files."""
+"""The report of a run: the page RUN/report.html."""
 
 import math
 import shlex
@@ -13,80 +13,72 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report import recorded
-from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.charts import charts, draw, render
 from trainer.monitor.report.curves import IMAGES, TOKENS, BatchUnit, HeldOut, find_unit, series
-from trainer.monitor.report.page import Answer, Tile, render_notes, render_page
 from trainer.monitor.report.recorded import (
     changed_settings,
     hub_name,
     read_answers,
+    read_examples,
     read_run,
     read_settings,
     read_times,
+    read_warnings,
 )
 from trainer.monitor.report.sample_images import embed_sample_images
 
-PAGE = "report.html"
+PAGE, TEMPLATE = "report.html", "page.html.jinja"
 ANSWERS = "answers.json"
 """{prompt: {before or after: answer}}."""
+WHEN = ("before", "after")
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 FILES = (
-    DIFFUSERS,
-    "README.md",
-    "adapter_model.safetensors",
-    "training_config.json",
-    "run.json",
-    "metrics.jsonl",
-    "plots",
-    "logs",
+    *(DIFFUSERS, "README.md", "adapter_model.safetensors", "training_config.json", "run.json", "metrics.jsonl", "logs"),
 )
 SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
+SHORT_PHASE = 0.01
+"""Phases below this fraction of the time are shown as one."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` (with its charts) and `run_dir/plots/*.png`; return the page's path.
-
-    Raises UserError if the run has no metrics.
-    """
-    from trainer.monitor.report.plots import draw_plots  # matplotlib: every rank imports this module, only rank 0 draws
-
+    """Write `run_dir/report.html` and return its path. Raises UserError if the run has no metrics."""
     records = read_metrics(run_dir)
     if not records:
         raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
-    config, run, answers = read_settings(run_dir), read_run(run_dir), _answers(run_dir)
+    config, run = read_settings(run_dir), read_run(run_dir)
     scu = config.get("scu", {})
     # The other laws' deadband is a ratio, too narrow to be drawn.
-    deadband = (
-        scu.get("deadband") if scu.get("controller") == "pi" and scu.get("law", "published") == "published" else None
-    )
-    shown = charts(records, deadband=deadband)
-    plots = run_dir / "plots"
-    if plots.exists() and not plots.is_dir():
-        raise UserError(f"{plots}: is a file, and plots are written into a folder of that name; rename or delete it")
-    name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
-    page = run_dir / PAGE
-    text = render_page(
-        name,
-        _subtitle(config, run),
-        tiles(records, run),
-        summary_rows(records, config, run) + _restart_rows(run_dir),
-        [draw(chart) for chart in shown if chart.wide],
-        answers=answers,
+    is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
+    shown = charts(records, deadband=scu.get("deadband") if is_drawn else None)
+    tables = summary_rows(records, config, run)
+    restarts = [
+        (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
+        for restart in read_restarts(run_dir)
+    ]
+    tables.append(("Restarts", restarts))
+    tables.append(("Next", next_commands(str(run_dir), config) if config else []))
+    changed, settings = changed_settings(config)
+    page = render(
+        TEMPLATE,
+        title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
+        subtitle=_subtitle(config, run),
+        tiles=tiles(records, run),
+        figures=[draw(chart) for chart in shown if chart.wide],
+        answers=_answers(run_dir),
         pictures=embed_sample_images(run_dir),
-        commands=next_commands(str(run_dir), config) if config else (),
-        files=[name for name in FILES if name == "plots" or (run_dir / name).exists()],
-        times=read_times(run_dir),
-        middle=render_notes(
-            changed_settings(config), recorded.read_warnings(run_dir, records), recorded.read_examples(run_dir)
-        ),
+        changed=changed,
+        settings=settings,
+        warnings=read_warnings(run_dir, records),
+        examples=read_examples(run_dir),
         details=[draw(chart) for chart in shown if not chart.wide],
+        tables=[(title, rows) for title, rows in tables if rows],
+        times=_long_phases(read_times(run_dir)),
+        files=[name for name in FILES if (run_dir / name).exists()],
     )
-    draw_plots(shown, plots)  # last, because a damaged file of the run raises above
-    write_whole(page, text)
-    return page
+    write_whole(run_dir / PAGE, page)
+    return run_dir / PAGE
 
 
 def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -112,11 +104,18 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     write_json(path, said | {prompt: said.get(prompt, {}) | {when: answer}})
 
 
-def _answers(run_dir: Path) -> list[Answer]:
-    """Return the answers to prompts that were answered both before and after training."""
-    said = read_answers(run_dir / ANSWERS)
-    both = {prompt: at for prompt, at in said.items() if {"before", "after"} <= set(at)}
-    return [Answer(prompt, {when: at[when] for when in ("before", "after")}) for prompt, at in both.items()]
+def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
+    said = read_answers(run_dir / ANSWERS).items()
+    return {prompt: {when: at[when] for when in WHEN} for prompt, at in said if set(WHEN) <= set(at)}
+
+
+def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """Return (phase, seconds, fraction of the time), longest first, and the short ones as one."""
+    whole = sum(times.values()) or 1.0
+    found = sorted(times.items(), key=lambda item: -item[1])
+    short = [seconds for _, seconds in found if seconds < SHORT_PHASE * whole]
+    shown = [*found[: len(found) - len(short)], *([("others", sum(short))] if short else [])]
+    return [(name, seconds, seconds / whole) for name, seconds in shown]
 
 
 def metric_values(records: list[Record], name: str) -> list[float]:
@@ -140,8 +139,8 @@ def training_seconds(records: list[Record]) -> float:
     return seconds
 
 
-def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
-    """Return the most important numbers: losses, throughput, memory, time."""
+def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (label, value, note) of the most important numbers: losses, throughput, memory, time."""
     shown = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
@@ -152,17 +151,17 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     kept = f", kept: step {held_out.kept_step:,}" if held_out and len(series(records, "eval/kept_step")) else ""
     for label, values, note in (("held-out loss", compared, kept), ("training loss", means, of)):
         if len(values) > 1:
-            shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
+            shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
         each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append(Tile(f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", each))
+        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", each))
     memory = metric_values(records, "memory/peak_gib")
     if memory:
-        shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
+        shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(Tile("time", duration(training_seconds(records)), f"{steps:,.0f} steps"))
+    shown.append(("time", duration(training_seconds(records)), f"{steps:,.0f} steps"))
     return shown
 
 
@@ -171,17 +170,15 @@ def summary_rows(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the summary tables as (title, rows of name and value), without what the run did not record."""
     groups = [
-        ("Model and data", _model_rows(config, find_unit(records))),
+        ("Model and data", _model_rows(config, find_unit(records)) if config else []),
         ("Training", _training_rows(records, config, run)),
         ("Results", _result_rows(records)),
-        ("Ran on", _machine_rows(run)),
+        ("Ran on", _machine_rows(run) if run else []),
     ]
     return [(title, rows) for title, rows in groups if rows]
 
 
 def _model_rows(config: Mapping[str, Any], unit: BatchUnit) -> list[tuple[str, str]]:
-    if not config:
-        return []
     lora, data = config["lora"], config["dataset"]
     rows = [("model", hub_name(config["base_model"]))]
     if config["adapter"] == "none":
@@ -263,8 +260,6 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if not run:
-        return []
     packages = {"python": run["python"], **run["packages"]}
     return [
         ("started", run["started"]),
@@ -273,14 +268,6 @@ def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("commit", run["commit"] or "not a checkout"),
         ("command", shlex.join(run["command"])),
     ]
-
-
-def _restart_rows(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    rows = [
-        (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
-        for restart in read_restarts(run_dir)
-    ]
-    return [("Restarts", rows)] if rows else []
 
 
 def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:

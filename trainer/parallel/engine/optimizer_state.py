@@ -115,12 +115,6 @@ class EngineState:
         own = (shard for shard in self._shards if shard.length)
         return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
 
-    def sizes(self) -> list[tuple[int, torch.device]]:
-        """Return bytes and device of the tensors of `pieces` once moments exist."""
-        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
-            return []
-        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
-
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
         for name, parameter in self._trained:
