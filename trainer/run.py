@@ -49,7 +49,7 @@ from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
-from trainer.scu.steering import start_steering
+from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import build_model
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
@@ -147,11 +147,13 @@ class Run:
             if loop.stopped_early:
                 self._report_early_stop(position, total_steps)
             kept_step = self.checkpoints.restore_best(engine, position)
+            if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
+                position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None and self.metrics is not None:
                 self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            identity = self.checkpoints.identity()
-            self.folder.save_result(engine, must_have_moved=has_moved(self.schedule), identity=identity)
+            moved, identity = has_moved(self.schedule), self.checkpoints.identity()
+            self.folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
         self.stop.saved = True

@@ -35,7 +35,9 @@ OF_EVERY_TRIAL = (
 )
 # Settings that change no number of a trial (or of one without a controller) do not make it another trial.
 OF_NO_EFFECT = {"output_dir", "logging", "output"}
-OF_PI_ALONE = {f"scu.{name}" for name in "target law kp ki deadband leak integral_bound lambda_min".split()}
+OF_PI_ALONE = {
+    f"scu.{name}" for name in "target law kp ki deadband leak integral_bound lambda_min scale_to_target".split()
+}
 NO_REPORT = "logging.report_to=none"
 Process = subprocess.Popen[bytes]
 

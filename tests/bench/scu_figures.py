@@ -49,7 +49,8 @@ def publish(runs: Path, file: Path) -> None:
         for source in (config["dataset"], config["dataset"]["evaluation"]):
             source["path"] = "/".join(Path(source["path"]).parts[-2:])
         config["dataset"]["cache_dir"] = "cache"
-        found.append({"experiment": folder.parent.name, "config": config, "curve": curve, **written})
+        fitted = json.loads((folder / "scu_config.json").read_text(encoding="utf-8")).get("fitted")
+        found.append({"experiment": folder.parent.name, "config": config, "fitted": fitted, "curve": curve, **written})
     with gzip.open(file, "wt", encoding="utf-8", compresslevel=9) as out:
         json.dump(found, out, separators=(",", ":"))
     print(f"{file}: {len(found)} runs, {file.stat().st_size / 2**20:.2f} MiB")
@@ -92,7 +93,7 @@ def _result(run: dict[str, Any], *, several: bool) -> Result:
     setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
     curve = [record | {"step": int(record["step"])} for record in run["curve"]]
-    # Runs of scu.scale_to_target, a setting that was removed since, scaled their update by this factor at the end.
+    # What `_held` shows of scu.scale_to_target has no place of its own in a result.
     curve[-1]["kept"] = (run.get("fitted") or {}).get("factor", 1.0)
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")

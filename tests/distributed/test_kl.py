@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
@@ -49,6 +50,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed-module": MODULE | PACKED | KEPT,
     "qlora-1": {"zero__stage": 1, "adapter": "qlora", **PACKED, **KEPT},
 }
+# Saved at the end as well, where nothing has been scaled yet.
+FITTED = {"scu__target": 0.0002, "scu__lambda_max": 0.2, "training__save_steps": STEPS}
+FITS: dict[str, dict[str, Any]] = {
+    "fitted-0": FITTED | {"zero__stage": 0},
+    "fitted-2": FITTED | {"zero__stage": 2, **PACKED},
+    "fitted-layer": FITTED | LAYER,
+}
 RELATIVE = 1e-4  # of a K of some thousandths of a bit, the difference of two sums in 32 bits
 
 
@@ -58,6 +66,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     write_chats(folder / "reference.jsonl", 9, seed=4)
     settings = {**TRAINING, "scu__reference": str(folder / "reference.jsonl")}
     cases = [case(name, **(settings | way)) for name, way in (STANDARDS | WAYS).items()]
+    write_chats(folder / "many.jsonl", 72, seed=5)
+    cases += [
+        case(name, **(TRAINING | {"scu__reference": str(folder / "many.jsonl")} | way)) for name, way in FITS.items()
+    ]
     for name, way in {"whole": {}, "whole-packed": KEPT | PACKED | {"lora__dropout": 0.1}}.items():
         saved = settings | {"zero__stage": 3, "training__save_steps": CUT} | way
         cases.append(case(name, **saved))
@@ -93,3 +105,26 @@ def test_a_resumed_run_holds_k_to_the_bit(runs: Matrix, name: str) -> None:
     assert again == [record for record in whole if record["step"] >= CUT]
     for key, value in runs[name].adapter().items():
         assert torch.equal(runs[f"again-{name}"].adapter()[key], value)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_is_saved_is_the_part_of_the_update_that_is_within_the_target(runs: Matrix, name: str) -> None:
+    run = runs[name]
+    fitted = json.loads((run.folder / "scu_config.json").read_text())["fitted"]
+    assert fitted["texts"] == 8 and 0.0 < fitted["factor"] < 1.0
+    assert fitted["kl_bits"] <= FITTED["scu__target"] < fitted["kl_bits_before"]
+    assert fitted["kl_bits"] == pytest.approx(FITTED["scu__target"], rel=0.1)
+    trained = load_file(run.folder / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    for key, value in run.adapter().items():
+        torch.testing.assert_close(
+            value, trained[key] * (fitted["factor"] if "lora_B" in key else 1.0), rtol=1e-6, atol=0.0
+        )
+
+
+def test_every_stage_finds_the_same_part(runs: Matrix) -> None:
+    found = [
+        json.loads((runs[name].folder / "scu_config.json").read_text())["fitted"]
+        for name in ("fitted-0", "fitted-layer")
+    ]
+    assert found[0]["kl_bits_before"] == pytest.approx(found[1]["kl_bits_before"], rel=1e-3)
+    assert abs(found[0]["factor"] - found[1]["factor"]) <= 1 / 256

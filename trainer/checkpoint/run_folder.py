@@ -148,10 +148,12 @@ class RunFolder:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
     @phase("save")
-    def save_result(self, engine: Engine, *, must_have_moved: bool, identity: dict[str, Any] | None) -> None:
+    def save_result(
+        self, engine: Engine, *, must_have_moved: bool, factor: float, identity: dict[str, Any] | None
+    ) -> None:
         """Write the final weights to a temporary folder and move them into place; a collective call.
 
-        `identity` is that of the run, on rank 0. Raises SaveFailed.
+        `factor` scales the adapter's update; `identity` is that of the run, on rank 0. Raises SaveFailed.
         """
         result = self.path / RESULT
         failures: list[str] = []
@@ -162,6 +164,9 @@ class RunFolder:
                 result.mkdir()
             with averaged_weights(engine):
                 weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
+            for name, value in weights.items():
+                if "lora_" in name and "_B." in name:  # copies; also lora_embedding_B
+                    value.mul_(factor)
             if self._ranks.is_main:
                 self.weights_writer(engine, weights, must_have_moved=must_have_moved)(result)
                 self.check()

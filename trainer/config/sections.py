@@ -77,6 +77,9 @@ class ScuSection(Section):
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
     """`kl`: keep the base's last hidden states of the reference text on the host, which saves the forward pass of the
     base in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
+    scale_to_target: Annotated[bool, _KL, _PI] = True
+    """`kl` with `pi`, from 64 reference texts on: hold out an eighth of them, at most 64. If K on these exceeds the
+    target at the end of training, scale the saved update down to the target."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None

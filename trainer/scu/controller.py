@@ -84,6 +84,8 @@ class Steering:
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.initial(self.law)
         self.records: list[dict[str, Any]] = []
+        self.fitted: dict[str, float] | None = None
+        """Set at the end of a run that held out reference text."""
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
 
@@ -281,6 +283,8 @@ class Steering:
             "tokens": self.tokens,
             "total_updates": self.law.total_updates,
         }
+        if self.fitted is not None:
+            config["fitted"] = self.fitted
         if self.law.form == "published":
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 
 
@@ -89,6 +90,8 @@ class Divergence:
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
+        self.held_out: Divergence | None = None
+        """K on texts that are in no step, for scu.scale_to_target."""
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
         """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
@@ -107,6 +110,16 @@ class Divergence:
         if lambda_ == 0:
             return torch.zeros_like(self._sum)
         return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
+
+    def measure_all(self) -> float:
+        """Return K on all documents in bits per token, a few twice if ranks cannot share them; a collective call."""
+        total = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
+        for step in range(1, count + 1):
+            self.penalty(step, 0.0)
+            assert self._sum is not None
+            total += self._sum
+        return sum_over_ranks(total).item() / sum(map(self.reference.tokens, range(1, count + 1))) / math.log(2.0)
 
     def _base_output(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:

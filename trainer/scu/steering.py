@@ -1,6 +1,8 @@
-"""Start the Shannon Control Unit of a run, with the reference texts of `scu.measure: kl`."""
+"""Start the Shannon Control Unit of a run, with the reference texts of `kl`, and scale the adapter after training."""
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ from trainer.config import RunConfig
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
+from trainer.model.adapter_scale import scale_adapter, scaled_adapter
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.progress import phase
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
+from trainer.scu.fit import MIN_TEXTS, choose_held_out, fit
 
 MAX_AUTO_CACHE_BYTES = 2**30
 
@@ -51,7 +56,9 @@ def build_divergence(
     """Build the measurement of K on the texts of scu.reference; a collective call."""
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
-    texts = [prepared.reference[index] for index in range(len(prepared.reference))]
+    places, fits = range(len(prepared.reference)), scu.controller == "pi" and scu.scale_to_target
+    held_out = choose_held_out(len(places)) if fits else set()
+    texts = [prepared.reference[place] for place in places if place not in held_out]
     reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
     length, stats = reference_length, prepared.data.stats
     if isinstance(prepared.data.train, Samples):
@@ -68,6 +75,8 @@ def build_divergence(
         flat=flat,
     )
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
+    if fits and not held_out:
+        say(f"scu: fewer than {MIN_TEXTS} reference texts, so none is held out: scu.scale_to_target does nothing")
     states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
@@ -77,4 +86,27 @@ def build_divergence(
         states = cache_base_states(engine, token_loss, reference)
         kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
-    return Divergence(engine, token_loss, reference, base_states=states)
+    divergence = Divergence(engine, token_loss, reference, base_states=states)
+    if held_out:
+        others = [prepared.reference[place] for place in sorted(held_out)]
+        rows = math.gcd(reference.rows, len(others) // ranks.world_size or 1)  # no more than a step has
+        divergence.held_out = Divergence(engine, token_loss, replace(reference, documents=others, rows=rows))
+    return divergence
+
+
+@phase("steer")
+def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], None]) -> float:
+    """Scale the adapter in memory to the target of `kl` on held-out text; return the factor. A collective call."""
+    if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
+        return 1.0
+
+    def kl_bits(factor: float) -> float:
+        with scaled_adapter(model, factor):
+            return held_out.measure_all()
+
+    model.eval()
+    fitted = fit(kl_bits, steering.law.target, len(held_out.reference.documents))
+    steering.fitted = asdict(fitted)
+    scale_adapter(model, fitted.factor)
+    say(fitted.line(steering.law.target))
+    return fitted.factor
