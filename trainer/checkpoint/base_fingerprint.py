@@ -5,12 +5,14 @@ the samples that keeps names, shapes and sizes is not detected.
 """
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from trainer.config import ModelSection
-from trainer.config.files import read_json
+from trainer.config.files import find_json, read_json
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import INDEX, Index
 
@@ -26,8 +28,8 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     """Return what identifies a base: `name` of a random one, `commit` on the hub, hashes of its `weights` and `config`.
 
-    Further hashes are named after the frozen parts of an image pipeline, and the base's files of
-    Python code, if it is run. Empty if the base is not on this machine yet.
+    Further hashes are named after the frozen parts of an image pipeline, and the files of Python code that is run.
+    Empty if the base is not on this machine yet.
     """
     if is_random(base_model):
         return {"name": base_model}
@@ -47,8 +49,16 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     if (folder / "config.json").is_file():
         found["config"] = _hash_settings(folder / "config.json")
     if section.trust_remote_code:
-        found |= {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in folder.glob("*.py")}
+        for prefix, at in {"": folder, **_find_other_code(folder)}.items():
+            found |= {prefix + file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in at.glob("*.py")}
     return found | _hash_weights(_weight_files(folder))
+
+
+def _find_other_code(folder: Path) -> dict[str, Path]:
+    """Return the folders of other repositories' code, which `auto_map` names as `owner/repo--module.Class`."""
+    settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
+    named = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
+    return {f"{at}/": found for at, module in named if (found := cached_folder(at, f"{module}.py", "main"))}
 
 
 def _hash_denoiser(folder: Path) -> dict[str, str]:
