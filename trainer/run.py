@@ -31,10 +31,8 @@ from trainer.monitor.hooks import Hook
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
-from trainer.monitor.summary import start_summary
-from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine, watch_stragglers
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,
@@ -50,7 +48,7 @@ from trainer.patches.installation import install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
 from trainer.scu.steering import start_steering
-from trainer.setup.build import build_model
+from trainer.setup.build import build_model, start_summary
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.step import StepContext, evaluate_loss

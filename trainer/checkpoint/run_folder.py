@@ -31,8 +31,7 @@ from trainer.monitor.metrics import METRICS_FILE, Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
-from trainer.monitor.report.write import ANSWERS, record_answer, write_report
-from trainer.monitor.summary import end_summary
+from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
 from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.protocol import Engine

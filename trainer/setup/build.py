@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from trainer.config import RunConfig, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, count_parameters, rank_lines
 from trainer.model.targets import unadapted_layers
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
-from trainer.parallel.engine.layer_gather.shard_groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
+from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
 from trainer.patches.mamba import unadapted_lines
@@ -60,6 +60,21 @@ def build_model(
         lines.append(_describe_gather(decided, shards))
     set_seed(config.seed + ranks.rank)
     return model, lines
+
+
+def start_summary(model: Any, config: RunConfig, precision: str, devices: str) -> list[Any]:
+    """Return a table of the adapted layers, and a line on trained parameters, precision, ZeRO stage and devices."""
+    lines: list[Any] = []
+    if config.adapter != "none":
+        table = Table(box=None, pad_edge=False)
+        for heading, side in (("adapted", "left"), ("in -> out", "left"), ("layers", "right"), ("parameters", "right")):
+            table.add_column(heading, justify="left" if side == "left" else "right")
+        for layer in adapted_layers(model):
+            table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
+        lines.append(table)
+    trainable, total = count_parameters(model)
+    trains = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
+    return [*lines, f"{trains} in {precision}, ZeRO stage {config.zero.stage}, {devices}"]
 
 
 def _layer_shards(

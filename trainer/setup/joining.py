@@ -8,7 +8,7 @@ from rich.markup import escape
 from trainer.config import RunConfig, TrainingSection, collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
