@@ -14,7 +14,7 @@ from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
-from launcher.targets.environment import write_environment
+from launcher.targets.local import write_environment
 from launcher.targets.slurm import is_requeued, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.config.files import Positive, read_value

@@ -1,7 +1,6 @@
 """A training run on one rank: join, load the model, start the engine, restore, train, save."""
 
 import math
-import sys
 import threading
 from functools import partial
 from typing import Any
@@ -13,54 +12,30 @@ from rich.markup import escape
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.config import LoadedConfig, collective_timeout, engine_zero
+from trainer.config import LoadedConfig, collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.rank_arguments import resume_command
-from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
-from trainer.data.step_count import count_steps
+from trainer.data.prepared import Prepared, fit_max_length, skipped_records
 from trainer.evaluation import Evaluation, Measurement
 from trainer.loop import Loop
-from trainer.memory.decisions import VARLEN, Decisions
-from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
-from trainer.model.adapter import GradientCheck
-from trainer.model.base import check_base_is_finite
 from trainer.monitor.console import Output
-from trainer.monitor.expert_load import ExpertLoad
-from trainer.monitor.hooks import Hook
 from trainer.monitor.metrics import Metrics
-from trainer.monitor.profiler import StepProfiler
-from trainer.monitor.spikes import SpikeWatch
-from trainer.monitor.summary import start_summary
-from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
-from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.parallel.engine.gather_waits import watch_stragglers
-from trainer.parallel.engine.optimizer import (
-    build_optimizer,
-    build_schedule,
-    has_moved,
-    planned_rates,
-)
+from trainer.parallel.engine.optimizer import build_schedule, has_moved, planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import install_on_engine
-from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
-from trainer.setup.build import build_model
+from trainer.setup.build import Builder
 from trainer.setup.joining import join
-from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
+from trainer.setup.step_hooks import build_hooks
 from trainer.step import StepContext, evaluate_loss
-from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
 FINISH_SAVE_S = 5.0
 LONG_LOAD_S = 3.0
-LEAST_SHOWN_S = 0.05
 
 
 class Run:
@@ -70,14 +45,13 @@ class Run:
     device: torch.device
     precision: str
     memory: MemoryPlan
-    decided: Decisions
     task: Task
+    total_steps: int
+    builder: Builder
     checkpoints: CheckpointManager
     folder: RunFolder
     # load, start engine
-    deepspeed_config: dict[str, Any]
     loss: StepLoss
-    optimizer: torch.optim.Optimizer
     # restore, steer
     batches: BatchSource
     schedule: Any
@@ -124,28 +98,28 @@ class Run:
         self.checkpoints.agree()
         model = self._build_model()
         engine = self._start_engine(model)
-        position, total_steps = self._restore(engine)
-        self.steering = self._start_steering(engine, position, total_steps)
+        position = self._restore(engine)
+        self.steering = self._start_steering(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.metrics = self.folder.open(
-            model, position, total_steps, self.device, self.precision, prompt_text, checkpoint
+            model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint
         )
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        loop = self._build_loop(engine, position, total_steps)
+        loop = self._build_loop(engine, position)
         try:
             loop.run()
         except FloatingPointError:
-            if position.nonfinite_steps >= position.step and isinstance(self.task, LanguageTask):
-                check_base_is_finite(self.config.base_model, self.config.model, DTYPES[self.precision])
+            if position.nonfinite_steps >= position.step:
+                self.task.check_base()
             raise
         self.say.is_starting = False  # also of a run that had no step left
         after = None
         if not self.stop:
             if loop.stopped_early:
-                self._report_early_stop(position, total_steps)
+                self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
@@ -167,113 +141,72 @@ class Run:
 
     def _join(self) -> None:
         joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
-        self.precision, self.memory, self.task = joined
-        self.device, self.config, self.decided = self.ranks.device(), self.memory.config, self.memory.decisions
+        self.precision, self.memory, self.task, self.total_steps = joined
+        self.device, self.config = self.ranks.device(), self.memory.config
+        decided = self.memory.decisions
+        self.builder = Builder(self.config, decided, self.task, self.ranks, self.device, self.precision)
 
     @phase("load")
     def _build_model(self) -> Any:
-        config = self.config
-        self.deepspeed_config = deepspeed_config(
-            config.training,
-            engine_zero(config),
-            self.precision,
-            on_gpu=self.device.type == "cuda",
-            one_gradient=self.decided.flat.value,
-        )
-        slow = threading.Timer(LONG_LOAD_S, self.say.show, [f"loading the model {escape(config.base_model)}"])
+        line = f"loading the model {escape(self.config.base_model)}"
+        slow = threading.Timer(LONG_LOAD_S, self.say.show, [line])
         slow.daemon = True
         slow.start()
         try:
-            model, fusion = build_model(
-                config, self.decided, self.task, self.ranks, self.device, self.precision, self.deepspeed_config
-            )
+            model, (trains, *lines) = self.builder.model()
         finally:
             slow.cancel()
-        devices = f"{self.ranks.world_size} x {self.device.type}"
-        *table, trains = start_summary(model, config, self.precision, devices)
         self.say.show(trains)
-        stats = self.prepared.data.stats.lines()
-        for line in (*table, *fusion, *self.prepared.notes, *stats):
+        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.lines()):
             (self.say.show if str(line).startswith("train: ") else self.say)(line)
         return model
 
     @phase("start engine")
     def _start_engine(self, model: Any) -> Engine:
-        config = self.config
-        if config.training.torch_compile:
-            model.compile()
-        offloads = config.zero.offload_optimizer or self.device.type != "cuda"
-        flat = None
-        if self.decided.flat.value:
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
-        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
-        with phase("deepspeed"):
-            engine = start_engine(model, optimizer, self.deepspeed_config)
-        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=self.decided.clips_on_device.value)
-        if flat is not None:
-            flat.repoint()
-        self.optimizer = optimizer
-        with phase("first passes"):
-            self.task.check(engine, self.loss, varlen=self.decided.attention.value == VARLEN)
+        engine, self.loss = self.builder.engine(model)
         self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 
     @phase("restore")
-    def _restore(self, engine: Engine) -> tuple[Position, int]:
-        """Create batches and schedule, and return position and total steps, restored from a checkpoint if given."""
-        training = self.config.training
+    def _restore(self, engine: Engine) -> Position:
+        """Create batches and schedule, and return the position, restored from a checkpoint if given."""
         self.batches = self.task.batches()
-        total_steps = count_steps(training, count_samples(self.prepared), self.config.data_ranks(self.ranks.world_size))
-        assert total_steps is not None  # a stream without max_steps was refused
-        self.schedule = build_schedule(self.optimizer, training, total_steps)
-        position, self.restored_scu = self.checkpoints.restore(engine, total_steps, self.schedule, self.batches)
-        return position, total_steps
+        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+        position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
+        return position
 
     @phase("steer")
-    def _start_steering(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
+    def _start_steering(self, engine: Engine, position: Position) -> Steering | None:
         if not self.config.scu.enabled:
             return None
-        assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
         steering, notes = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
+            flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
-        rates = planned_rates(self.schedule, total_steps)[position.step :]
+        rates = planned_rates(self.schedule, self.total_steps)[position.step :]
         ratio = self.config.lora.loraplus_lr_ratio or 1.0
         warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=position.step > 0)
         for warning in [*notes, *warnings]:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
-    def _build_loop(self, engine: Engine, position: Position, total_steps: int) -> Loop:
-        experts = ExpertLoad.for_model(engine.module, compiled=self.config.training.torch_compile)
-        graphs = self._graphed_loss(engine, mixture=experts is not None)
-        recovery = Recovery(self.config, self.ranks.world_size)
-        extend_timeouts(collective_timeout(self.config.training))
-        hooks: list[Hook | None] = [
-            FirstGradients(GradientCheck(engine.module, finite=self.precision != "fp16")),
-            StartReport(self._report_start),
-            StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
-            experts,
-        ]
-        if self.ranks.is_main:
-            warns = self.config.training.on_spike == "warn"
-            hooks += [SkippedRecords(self.config, self.prepared, self.batches), self.task.meter(engine.module)]
-            hooks += [SpikeWatch(self.say, position)] if warns else []
-        if self.task.counted == "images" and (every := self.config.image.sample_every):
-            hooks.append(Samples(partial(self.evaluation.sample, folder=self.folder), every, total_steps))
-        stragglers = watch_stragglers(engine, self.ranks, self.say)
-        loss = graphs or self.loss
+    def _build_loop(self, engine: Engine, position: Position) -> Loop:
+        config, steps = self.config, self.total_steps
+        loss = self.builder.step_loss(self.loss, engine.module, self.say)
+        extend_timeouts(collective_timeout(config.training))
+        hooks = build_hooks(
+            config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
+            partial(self.evaluation.sample, folder=self.folder), self.say,
+        )  # fmt: skip
         return Loop(
-            StepContext(engine, loss, self.batches, self.ranks, self.schedule, recovery, self.steering, stragglers),
-            [hook for hook in hooks if hook is not None],
-            self.config.training,
+            StepContext.for_run(config, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say),
+            hooks,
+            config.training,
             position,
-            total_steps,
+            steps,
             stop=self.stop,
             reporter=self.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
@@ -292,27 +225,16 @@ class Run:
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
-    def _report_early_stop(self, position: Position, total_steps: int) -> None:
+    def _report_early_stop(self, position: Position) -> None:
         patience, best = self.config.training.early_stopping, self.config.training.best_metric
         words = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {total_steps}: no {words[0]} in {patience} "
+            f"stopped early at step {position.step} of {self.total_steps}: no {words[0]} in {patience} "
             f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         if self.metrics is not None:
-            self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
-
-    def _report_start(self, seconds: dict[str, float]) -> None:
-        parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items() if taken >= LEAST_SHOWN_S)
-        self.say(f"start        {sum(seconds.values()):.1f} s: {parts}")
-        self.say.is_starting = False
-
-    def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
-        mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
-        if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
-            return None
-        return GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
+            self.metrics.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
 
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:
@@ -331,10 +253,9 @@ class Run:
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self.stop:
-            command = resume_command(sys.argv, overwrites=bool(self.config.output.overwrite))
-            self.say(escape(f"stopped at step {position.step}, saved; continue with: {command}"))
-            return
-        self.folder.write_report(before, after)
+            self.folder.print_how_to_resume(position.step)
+        else:
+            self.folder.write_report(before, after)
 
     def close(self) -> None:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from trainer.config import RunConfig
 from trainer.contract.known_versions import changed
 from trainer.memory.oom_recovery import Recovery
+from trainer.parallel.engine.deepspeed_engine import watch_stragglers
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, sum_over_ranks
 from trainer.parallel.ranks.progress import phase
@@ -75,6 +77,15 @@ class StepContext:
     """Adds its penalty, in nats per token, once per step."""
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None on a single rank."""
+
+    @classmethod
+    def for_run(
+        cls, config: RunConfig, engine: Engine, loss: StepLoss, batches: BatchSource, ranks: Ranks, schedule: Any,
+        steering: Steering | None, say: Callable[[str], None],
+    ) -> "StepContext":  # fmt: skip
+        """Return that of a run, which recovers from lack of memory and finds slow ranks; every rank must call it."""
+        recovery, stragglers = Recovery(config, ranks.world_size), watch_stragglers(engine, ranks, say)
+        return cls(engine, loss, batches, ranks, schedule, recovery, steering, stragglers)
 
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
         """Count the block as this rank's own time."""

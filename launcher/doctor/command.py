@@ -30,13 +30,12 @@ from launcher.module import become_module
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
-from launcher.targets.environment import write_environment
-from launcher.targets.local import Command
+from launcher.targets.local import Command, write_environment
 from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
-from trainer.contract.doctor_check import MARK, Check
+from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
 from trainer.contract.standard_streams import PROGRESS
 

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.targets.environment import exported_variables
 from launcher.targets.hostfile import SSH, check_reachable
+from launcher.targets.local import exported_variables
 from launcher.targets.slurm import Allocation
 from trainer.config import UserError
 from trainer.config.files import UnreadableFile, parse_json
-from trainer.contract.doctor_check import MARK, Check
+from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
 
 # srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.

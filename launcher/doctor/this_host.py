@@ -18,8 +18,8 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
-from trainer.contract.doctor_check import Check, State
 from trainer.contract.home import HOME
+from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
 from trainer.contract.rendezvous import host_name
 

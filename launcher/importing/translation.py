@@ -17,9 +17,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import Mistake, UserErrors, shown
+from trainer.config.errors import Mistake, UserErrors, describe_problem, shown
 from trainer.config.messages import setting_type
-from trainer.config.problems import describe_problem
 from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import plain
 

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from launcher.targets.environment import exported_variables
-from launcher.targets.local import RANK_VARIABLES, Command
+from launcher.targets.local import RANK_VARIABLES, Command, exported_variables
 from trainer.config import UserError
 
 

@@ -25,17 +25,16 @@ from launcher.status import describe_run
 from launcher.supervision.observer import name_hosts
 from launcher.supervision.remote import SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
-from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import read_hostfile
+from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
-from trainer.contract.doctor_check import MARK, Check
 from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
-from trainer.contract.json_records import read_sweep
+from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card

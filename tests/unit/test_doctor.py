@@ -28,7 +28,7 @@ from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
-from trainer.contract.doctor_check import Check
+from trainer.contract.json_records import Check
 from trainer.parallel.ranks.agreement import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]

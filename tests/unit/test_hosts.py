@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import Request
-from launcher.targets.environment import exported_variables, write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
-from launcher.targets.local import hostfile_command
+from launcher.targets.local import exported_variables, hostfile_command, write_environment
 from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import Allocation, read_allocation, srun_command
 from trainer.config import UserError

@@ -192,7 +192,7 @@ def test_a_task_that_cannot_be_loaded_is_reported(
 
 
 def test_without_lm_eval_the_message_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tasks.task_names.find_spec", lambda name: None)
+    monkeypatch.setattr("trainer.config.evaluation_section.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"evaluation.tasks=gsm8k: lm-eval is not installed; pip install lm_eval==0.4.13"
     ):

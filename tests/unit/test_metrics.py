@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.rank_arguments import command_typed, encode_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
-from trainer.monitor.summary import end_summary
+from trainer.monitor.report.write import end_summary
 
 STEP = {
     "train/loss": 2.3456,

@@ -20,7 +20,7 @@ from trainer.model.targets import check_targets
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
-from trainer.setup.build import build_model
+from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
 from trainer.tasks.language import LanguageTask
 
@@ -69,10 +69,9 @@ def run_config(root: Path, name: str, **changes: Any) -> RunConfig:
 def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     """The model that trainer.setup.build makes, its lines, and its losses in a loop without DeepSpeed."""
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
-    stage = {"zero_optimization": {"stage": 0}}
     decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
-    model, lines = build_model(config, decided, task, ranks, CPU, "fp32", stage)
+    model, lines = Builder(config, decided, task, ranks, CPU, "fp32").model()
     token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
     task.flat_packs = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
@@ -102,7 +101,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
         offset += taken
         if offset >= len(prepared.data.train):
             epoch, offset = epoch + 1, 0
-    return model, lines, losses
+    return model, [line for line in lines if isinstance(line, str)], losses
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)

@@ -19,6 +19,7 @@ from trainer.commands import push
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.evaluation_section import check_task_names
 from trainer.config.scu_flags import load_flags, parse, settings
 from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED, KNOWN, REPLACE, SETTINGS
@@ -30,7 +31,6 @@ from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.task_names import check_task_names
 
 Command = Callable[..., str]
 

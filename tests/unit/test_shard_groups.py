@@ -8,7 +8,7 @@ import pytest
 from tests.tiny import make_model, write_chats
 from trainer.commands.estimate import build_planner, main
 from trainer.config import UserError, load_config
-from trainer.parallel.engine.layer_gather.shard_groups import Within, list_groups
+from trainer.parallel.ranks.group import Within, list_groups
 
 HOSTS = ["a", "b", "a", "b", "a", "c"]
 

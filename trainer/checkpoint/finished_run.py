@@ -16,8 +16,8 @@ from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import describe_first
 from trainer.config.files import check_shape, read_json
-from trainer.config.problems import describe_first
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision

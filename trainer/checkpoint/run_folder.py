@@ -5,6 +5,7 @@ folder still belongs to this run.
 """
 
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +26,14 @@ from trainer.checkpoint.weights import gather_weights, save_initial_adapter, wri
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
+from trainer.contract.rank_arguments import resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import METRICS_FILE, Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
-from trainer.monitor.report.write import ANSWERS, record_answer, write_report
-from trainer.monitor.summary import end_summary
+from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
 from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.protocol import Engine
@@ -201,6 +202,11 @@ class RunFolder:
                 self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
+
+    def print_how_to_resume(self, step: int) -> None:
+        """Print the command that resumes this run, which was stopped after `step`."""
+        command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
+        self._say(escape(f"stopped at step {step}, saved; continue with: {command}"))
 
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""

@@ -7,10 +7,11 @@ from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
-from trainer.config.optimizers import OPTIMIZERS, OptimizerKind
 from trainer.config.sections import LoggingSection, RunConfig, ScuSection, TierSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
+    OPTIMIZERS,
+    OptimizerKind,
     TrainingSection,
     ZeroSection,
     collective_timeout,

@@ -1,12 +1,19 @@
-"""The exception for mistakes of the user, the form of messages, and suggestions for mistyped names."""
+"""The exception for mistakes of the user, pydantic's errors in words, and suggestions for mistyped names."""
 
 import errno
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from pydantic_core import ErrorDetails, ValidationError
+
+from trainer.config.aliases import read_table
+
+WORDS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
+"""Messages for users by pydantic's type of error."""
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
 MOST_LINES = 100
@@ -81,6 +88,28 @@ def find_path_mistake(error: OSError) -> UserError | None:
     """
     fix = _PATH_FIXES.get(error.errno or 0)
     return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")
+
+
+def describe_first(error: ValidationError) -> str:
+    """Describe the first error, after its dotted name if it is that of a part."""
+    first = error.errors(include_url=False)[0]
+    # An alternative of a union is a part of the name as well.
+    tag = r"int|float|str|bool|(list|dict|constrained|function).+"
+    name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
+    return f"{name}: {describe_problem(first)}" if name else describe_problem(first)
+
+
+def describe_problem(found: ErrorDetails) -> str:
+    """Describe the values that a setting accepts, given pydantic's error."""
+    words = WORDS.get(found["type"])
+    if words:
+        bounds = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in found.get("ctx", {}).items()
+        }
+        return words.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py
+    message = found["msg"].removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:

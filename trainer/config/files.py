@@ -14,8 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from trainer.config.errors import UserError
-from trainer.config.problems import describe_first
+from trainer.config.errors import UserError, describe_first
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]

@@ -7,8 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
-from trainer.config.problems import describe_problem
+from trainer.config.errors import DATA_WANTED, Mistake, describe_problem, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 

@@ -1,10 +1,14 @@
 """The settings of training, ZeRO and the operators; the text under a field is its documentation."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from trainer.config.aliases import read_table
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import CheckpointText
 from trainer.config.types import (
@@ -23,6 +27,29 @@ from trainer.config.types import (
 )
 
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that `training.optimizer` names, a row of optimizers.yaml."""
+
+    path: str
+    state: Sequence[str]
+    bits: int = 32
+    whole: bool = False
+    takes: Sequence[str] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def library(self) -> str:
+        """The package that has the class."""
+        return self.path.partition(".")[0]
+
+
+OPTIMIZERS = {
+    name: OptimizerKind(row.pop("class"), **row)
+    for name, row in read_table(Path(__file__).with_name("optimizers.yaml")).items()
+}
 
 
 def _checkpointing_word(value: Any) -> Any:

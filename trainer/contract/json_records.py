@@ -1,9 +1,9 @@
-"""Records that launcher and commands both read: the lines of metrics.jsonl, and a sweep's runs in sweep.json."""
+"""Records that launcher and trainer share: lines of metrics.jsonl, a sweep's runs in sweep.json, the doctor's rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,10 @@ _Number = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300)]
 _Shape = dict[str, _Number | _Whole | None]
 
 SWEEP = "sweep.json"
+
+MARK = "zerolora-doctor: "
+"""Begins a line of JSON with the results of one of the processes of `zerolora doctor`."""
+State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
@@ -56,3 +60,14 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
     ours = {run.folder for run in runs}
     others = [run for run in read_sweep(folder) if run.folder not in ours]
     write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the doctor's table."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+    host: str = ""

@@ -1,16 +1,18 @@
 """Versions of libraries: those installed, and those with which the uses of private names are tested.
 
 Private names may change within the version ranges of pyproject.toml. A run with other versions warns once, and a
-missing private name is an error (`require`), so that no feature is disabled silently.
+missing private name is an error (`require`), so that no feature is disabled silently. `replaces` marks our code that
+replaces theirs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config.errors import UserError
 
+Installer = TypeVar("Installer", bound=Callable[..., Any])
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "diffusers")
 """Libraries that affect a run's results."""
 
@@ -67,6 +69,11 @@ def require(owner: object, name: str, library: str) -> Any:
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise changed(library, f"{kind} has no `{name}`") from None
+
+
+def replaces(what: str) -> Callable[[Installer], Installer]:
+    """Mark a function or class that replaces `what` of a library; trainer/patches/replacements.yaml has the reason."""
+    return lambda installer: installer
 
 
 @contextmanager

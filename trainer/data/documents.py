@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
 from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, listed
 from trainer.data.marks import strip_reasoning

@@ -14,7 +14,7 @@ from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_til
 from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
-from trainer.parallel.engine.layer_gather.shard_groups import list_groups
+from trainer.parallel.ranks.group import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
 from trainer.config.errors import one_line
-from trainer.contract.known_versions import replaced
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaced, replaces
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens

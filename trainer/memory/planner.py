@@ -17,7 +17,7 @@ from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
 from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
-from trainer.parallel.engine.layer_gather.shard_groups import list_groups
+from trainer.parallel.ranks.group import list_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256

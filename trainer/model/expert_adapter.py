@@ -14,8 +14,7 @@ from typing import Any
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.expert_forward import Adapter, adapted_forward
 from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
 from trainer.model.older_names import keep_target_names

@@ -14,7 +14,7 @@ from torch import nn
 
 from ops import reference
 from trainer.config import QuantizationSection
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.model.eight_bit import check_input
 
 READ_DIRECTLY = ("dt_proj",)

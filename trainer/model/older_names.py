@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 
 
 @replaces("the conversion of target names")

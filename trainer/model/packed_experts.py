@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ops import reference
 from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model import mxfp4
 
 MXFP4 = mxfp4.MXFP4

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.linear_layers import is_linear
 

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 import ops
 from trainer.config import ModelSection, QuantizationSection
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer

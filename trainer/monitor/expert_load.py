@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.ranks.group import sum_over_ranks

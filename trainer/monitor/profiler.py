@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import RunConfig
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.monitor.hooks import Hook
 
 FOLDER = "profile"

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.contract.known_versions import changed, require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import changed, replaces, require
 from trainer.parallel.engine.averaged_weights import COUNTED
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ops.fake_quantised import fake_quantised_linear
 from trainer.config import UserError
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.integer_weights import (
     IntegerForm,
     Integers,

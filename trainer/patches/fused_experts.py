@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import adapted_forward, detect_activation
 from trainer.model.expert_layers import expert_modules

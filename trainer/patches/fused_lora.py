@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized

@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, pad_to_shape, shape_of, sizes_of
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces

@@ -22,8 +22,7 @@ from ops.head import (
     token_loss_sum,
     token_loss_sum_of_logits,
 )
-from trainer.contract.known_versions import replaced, require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import is_linear, model_shape

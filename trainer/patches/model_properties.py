@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise

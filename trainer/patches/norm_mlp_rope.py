@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 

@@ -13,8 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.data.batches import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.model.targets import find_non_text_modules

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.mamba import CONVOLUTION, why_not_used
 from trainer.patches.replace import replace

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 

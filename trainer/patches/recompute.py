@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
-from trainer.contract.known_versions import changed
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import changed, replaces
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.kept_attention import draws_in_attention, keep_attention
 from trainer.patches.replace import replace, undo

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.known_versions import changed, require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import changed, replaces, require
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 

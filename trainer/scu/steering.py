@@ -25,7 +25,7 @@ MAX_AUTO_CACHE_BYTES = 2**30
 
 
 def start_steering(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, *, flat: bool,
+    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
     total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
 ) -> tuple[Steering, list[str]]:  # fmt: skip
     """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
@@ -33,9 +33,10 @@ def start_steering(
     `flat`: whether packs are a single row of all their documents. `restored` is the controller's state in the
     checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for settings that cannot work.
     """
+    assert isinstance(loss, TokenLoss), "only language models are steered"
     divergence = None
     if config.scu.measure == "kl":
-        divergence = build_divergence(config, prepared, ranks, engine, token_loss, flat, total_steps, say)
+        divergence = build_divergence(config, prepared, ranks, engine, loss, flat, total_steps, say)
     steering = Steering(
         config.scu,
         engine.module,

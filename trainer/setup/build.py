@@ -1,117 +1,163 @@
-"""Build the model for the engine: base, adapter, fused operators, checkpointing."""
+"""Build the model and its engine: base, adapter, fused operators, checkpointing, optimizer."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
-from trainer.config import RunConfig, trained_in_full
+from trainer.config import RunConfig, engine_zero, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, count_parameters, rank_lines
+from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
-from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
-from trainer.parallel.engine.layer_gather.shard_groups import form_group
+from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
+from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
+from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
+from trainer.patches.graphed_loss import GraphedLoss
+from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
+from trainer.patches.loss_head import TokenLoss
 from trainer.patches.mamba import unadapted_lines
-from trainer.tasks.task import Task
+from trainer.tasks.task import StepLoss, Task
 
 
-def build_model(
-    config: RunConfig,
-    decided: Decisions,
-    task: Task,
-    ranks: Ranks,
-    device: torch.device,
-    precision: str,
-    engine_config: dict[str, Any],
-) -> tuple[Any, list[str]]:
-    """Build the base model with its adapter; also returns lines for the console. Every rank must call it.
+class Builder:
+    """Builds model, engine and loss of a run as `decided`; every rank must call its methods."""
 
-    `engine_config` is DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read. The lines
-    warn if the model differs from what was decided.
-    """
-    dtype = DTYPES[precision]
-    shards = _layer_shards(config, decided, task, ranks, device)
-    with phase("weights"):
-        model = task.load_base(dtype, engine_config, shards)
-    wanted = select_patches(config, decided, device, dtype, task.small_pass, shards)
-    lines = [decided.line(), *install_on_base(model, wanted)]
-    # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
-    set_seed(config.seed)
-    if config.adapter != "none":
-        with announce_partitioning(engine_config):
-            model = apply_adapter(
-                model,
-                config.lora,
-                dtype,
-                task.added_tokens(),
-                base_model=config.base_model,
-                task_type=task.peft_type,
-            )
-        lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
-        lines += unadapted_lines(model)
-    lines += install_on_adapted(model, wanted)
-    if config.zero.stage == 3:
-        lines.append(_describe_gather(decided, shards))
-    set_seed(config.seed + ranks.rank)
-    return model, lines
+    def __init__(
+        self, config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device, precision: str
+    ) -> None:
+        self._config, self._decided, self._task, self._ranks, self._device = config, decided, task, ranks, device
+        self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
+        # DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read.
+        self._engine_config = deepspeed_config(
+            config.training, engine_zero(config), precision, on_gpu=self._on_gpu, one_gradient=decided.flat.value
+        )
 
+    def model(self) -> tuple[Any, list[Any]]:
+        """Build the base model with its adapter; also returns lines for the console, the most important one first.
 
-def _layer_shards(
-    config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device
-) -> LayerShards | None:
-    """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
-    if decided.gather.value != "layer":
-        return None
-    group = form_group(config.zero.shard_within, gather_objects(host_name()))
-    shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
-    if shared_by == 1 and not config.zero.offload_parameters:
-        return None
-    return LayerShards(
-        device,
-        in_host_memory=config.zero.offload_parameters,
-        pin_memory=config.zero.pin_memory,
-        keep_whole=trained_in_full(config),
-        keep_embeddings=task.keep_embeddings(),
-        group=group,
-    )
+        The lines warn if the model differs from what was decided.
+        """
+        config, task = self._config, self._task
+        shards = self._layer_shards()
+        with phase("weights"):
+            model = task.load_base(self._dtype, self._engine_config, shards)
+        wanted = self._patches(shards)
+        lines = [self._decided.line(), *install_on_base(model, wanted)]
+        # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
+        set_seed(config.seed)
+        if config.adapter != "none":
+            with announce_partitioning(self._engine_config):
+                model = apply_adapter(
+                    model,
+                    config.lora,
+                    self._dtype,
+                    task.added_tokens(),
+                    base_model=config.base_model,
+                    task_type=task.peft_type,
+                )
+            lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
+            lines += unadapted_lines(model)
+        lines += install_on_adapted(model, wanted)
+        if config.zero.stage == 3:
+            lines.append(self._describe_gather(shards))
+        set_seed(config.seed + self._ranks.rank)
+        return model, [*self._summary(model), *lines]
 
+    def engine(self, model: Any) -> tuple[Engine, StepLoss]:
+        """Start DeepSpeed's engine around the model and a new optimizer; also returns the model's loss."""
+        config, decided = self._config, self._decided
+        if config.training.torch_compile:
+            model.compile()
+        offloads = config.zero.offload_optimizer or not self._on_gpu
+        flat = None
+        if decided.flat.value:
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
+        loss = self._task.loss(model, fused_head=decided.fused_head.value)
+        with phase("deepspeed"):
+            engine = start_engine(model, optimizer, self._engine_config)
+        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=decided.clips_on_device.value)
+        if flat is not None:
+            flat.repoint()
+        with phase("first passes"):
+            self._task.check(engine, loss, varlen=decided.attention.value == VARLEN)
+        return engine, loss
 
-def _describe_gather(decided: Decisions, shards: LayerShards | None) -> str:
-    if shards is not None:
-        return shards.line()
-    if decided.gather.value == "layer":
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
-    return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
+    def step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
+        """Return the loss for training steps, which replays CUDA graphs if settings and model allow it."""
+        mode, wanted = self._config.training.cuda_graphs, self._decided.cuda_graphs.value is not False
+        if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
+            return loss
+        has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
+        return GraphedLoss.of(loss, model, mode, say, has_experts=has_experts) or loss
 
+    def _summary(self, model: Any) -> list[Any]:
+        """Return a line on trained parameters, precision, ZeRO stage and devices, and a table of the adapted layers."""
+        trainable, total = count_parameters(model)
+        trains = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}) in {self._precision}"
+        devices = f"{self._ranks.world_size} x {self._device.type}"
+        lines: list[Any] = [f"{trains}, ZeRO stage {self._config.zero.stage}, {devices}"]
+        if self._config.adapter != "none":
+            table = Table(box=None, pad_edge=False)
+            for heading in ("adapted", "in -> out"):
+                table.add_column(heading)
+            for heading in ("layers", "parameters"):
+                table.add_column(heading, justify="right")
+            for layer in adapted_layers(model):
+                table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
+            lines.append(table)
+        return lines
 
-def select_patches(
-    config: RunConfig,
-    decided: Decisions,
-    device: torch.device,
-    dtype: torch.dtype,
-    small_pass: Callable[[Any], object],
-    shards: LayerShards | None = None,
-) -> Wanted:
-    """Return the patches to install on the model and engine of a run (trainer/patches/installation.py)."""
-    return Wanted(
-        config=config,
-        device=device,
-        dtype=dtype,
-        varlen=decided.attention.value == VARLEN,
-        own_elementwise=decided.own_elementwise.value,
-        elementwise_reason=decided.own_elementwise.reason,
-        recomputed=decided.recomputed_results.value,
-        adapters=decided.adapters.value,
-        adapters_reason=decided.adapters.reason,
-        separate_projections=not decided.siblings.value,
-        small_pass=small_pass,
-        shards=shards,
-        mlp_tile=decided.mlp_tile.value,
-    )
+    def _layer_shards(self) -> LayerShards | None:
+        """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
+        zero = self._config.zero
+        if self._decided.gather.value != "layer":
+            return None
+        group = form_group(zero.shard_within, gather_objects(host_name()))
+        shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
+        if shared_by == 1 and not zero.offload_parameters:
+            return None
+        return LayerShards(
+            self._device,
+            in_host_memory=zero.offload_parameters,
+            pin_memory=zero.pin_memory,
+            keep_whole=trained_in_full(self._config),
+            keep_embeddings=self._task.keep_embeddings(),
+            group=group,
+        )
+
+    def _describe_gather(self, shards: LayerShards | None) -> str:
+        gather = self._decided.gather
+        if shards is not None:
+            return shards.line()
+        if gather.value == "layer":
+            alone = not dist.is_initialized() or dist.get_world_size() == 1
+            return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
+        return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
+
+    def _patches(self, shards: LayerShards | None) -> Wanted:
+        """Return the patches to install on the model (trainer/patches/installation.py)."""
+        decided = self._decided
+        return Wanted(
+            config=self._config,
+            device=self._device,
+            dtype=self._dtype,
+            varlen=decided.attention.value == VARLEN,
+            own_elementwise=decided.own_elementwise.value,
+            elementwise_reason=decided.own_elementwise.reason,
+            recomputed=decided.recomputed_results.value,
+            adapters=decided.adapters.value,
+            adapters_reason=decided.adapters.reason,
+            separate_projections=not decided.siblings.value,
+            small_pass=self._task.small_pass,
+            shards=shards,
+            mlp_tile=decided.mlp_tile.value,
+        )

@@ -5,11 +5,11 @@ from pathlib import Path
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.config import RunConfig, SourceSection
+from trainer.config.evaluation_section import check_task_names
 from trainer.data.source_files import read_template
 from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
-from trainer.tasks.task_names import check_task_names
 
 
 def check_early(config: RunConfig, *, to_train: bool = True) -> None:

@@ -8,9 +8,9 @@ from rich.markup import escape
 from trainer.config import RunConfig, TrainingSection, collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import step_warnings, steps_line
+from trainer.data.step_count import count_steps, step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -28,10 +28,10 @@ from trainer.tasks.task import Task
 @phase("join")
 def join(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
-) -> tuple[str, MemoryPlan, Task]:
+) -> tuple[str, MemoryPlan, Task, int]:
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
-    Returns the precision, the memory plan with the decisions and the configuration without `auto`, and the task.
+    Returns the precision, the memory plan with decisions and the configuration without `auto`, the task, and the steps.
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
     check_ranks(config.parallel.sequence, ranks.world_size)
@@ -48,8 +48,11 @@ def join(
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
-    _print_steps(config, resolved, count_samples(prepared), config.data_ranks(ranks.world_size), say)
-    return precision, memory, task
+    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
+    _print_steps(config, resolved, samples, data_ranks, say)
+    total_steps = count_steps(resolved.training, samples, data_ranks)
+    assert total_steps is not None  # a stream without max_steps was refused
+    return precision, memory, task, total_steps
 
 
 def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:

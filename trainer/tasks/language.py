@@ -19,12 +19,13 @@ from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
-from trainer.model.base import add_embedding_noise, load_base_model, match_vocabulary
+from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
 from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
+from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects
@@ -64,8 +65,6 @@ class LanguageTask(Task):
         self._answers: AnswerMetrics | None = None
         self._first_scores = Scores({}, {}, set())
         self._images: ImageInputs | None = None
-        self.flat_packs = False
-        """Whether packed sequences are one row without padding."""
         self.shares_prompts = False
         """Whether the prompt of a pair is computed once."""
 
@@ -130,6 +129,9 @@ class LanguageTask(Task):
             self._say(line)
         if varlen and not self.flat_packs:
             self._say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
+
+    def check_base(self) -> None:
+        check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])
 
     def batches(self) -> Batches | StreamBatches:
         training, samples = self._config.training, self._prepared.data.train

@@ -21,12 +21,10 @@ import numpy as np
 import torch
 
 from trainer.config import UserError
-from trainer.config.evaluation_section import EvaluationSection
-from trainer.contract.known_versions import replaced
-from trainer.contract.replacements import replaces
+from trainer.config.evaluation_section import EvaluationSection, check_task_names
+from trainer.contract.known_versions import replaced, replaces
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
-from trainer.tasks.task_names import check_task_names
 
 PYTHON_SEED, SEED = 0, 1234
 """The default seeds of `lm_eval run`."""

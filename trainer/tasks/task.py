@@ -62,6 +62,8 @@ class Task(Protocol):
     """Unit in which batches are counted: tokens or images."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
+    flat_packs: bool = False
+    """Whether packed sequences are one row without padding; known after `check`."""
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
@@ -82,6 +84,9 @@ class Task(Protocol):
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError."""
+
+    def check_base(self) -> None:
+        """Raise UserError if a stored weight of the base is not finite; called after a non-finite loss."""
 
     def batches(self) -> BatchSource:
         """Return this rank's training batches."""

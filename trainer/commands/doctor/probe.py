@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
-from trainer.contract.doctor_check import MARK, Check, State
+from trainer.contract.json_records import MARK, Check, State
 from trainer.model.published_shapes import is_random
 
 

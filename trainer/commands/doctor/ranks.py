@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
-from trainer.contract.doctor_check import MARK, Check
+from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.agreement import Report, build_report, differences
 from trainer.parallel.ranks.group import (

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from rich.markup import escape
+
+from trainer.config import RunConfig, UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
@@ -95,6 +97,24 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     if "tensorboard" in config["logging"]["report_to"]:
         commands.append(("curves", f"tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"))
     return commands
+
+
+def end_summary(
+    run_dir: Path, config: RunConfig, report: Path | None, before: float | None, after: float | None
+) -> list[str]:
+    """Return the change of the held-out loss, the output paths, and commands to run next."""
+    lines = []
+    if before is not None and after is not None:
+        lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
+    lines.append(_row("model" if config.adapter == "none" else "adapter", str(run_dir)))
+    if report is not None:
+        lines.append(_row("report", str(report)))
+    commands = next_commands(str(run_dir), config.model_dump(mode="json"))
+    return lines + [_row(name, command) for name, command in commands]
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<12} {escape(value)}"
 
 
 def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:

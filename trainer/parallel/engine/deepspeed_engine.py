@@ -1,20 +1,22 @@
 """Build DeepSpeed's configuration and engine; no other file uses DeepSpeed's keys."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
-from trainer.config.errors import shown
-from trainer.config.problems import describe_problem
-from trainer.contract.known_versions import replaced
-from trainer.contract.replacements import replaces
+from trainer.config.errors import describe_problem, shown
+from trainer.contract.known_versions import replaced, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
+from trainer.parallel.engine.layer_gather.unit import Waiting
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.stragglers import StragglerWatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -160,6 +162,38 @@ def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
         if isinstance(module, LoraLayer):
             for parameter in module.parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
+
+
+@replaces("the parameter fetch of stage 3, to time it")
+def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
+    """Return a StragglerWatch that subtracts waits for gathers (ZeRO-3); None on a single rank; a collective call."""
+    if ranks.world_size == 1:
+        return None
+    watch = StragglerWatch(ranks, engine.device, say)
+    shards = find_layer_shards(engine.module)
+    if shards is not None:
+        shards.time_waits(watch.waiting)
+    elif engine.zero_optimization_stage() == 3:
+        _time_fetches(engine, watch.waiting)
+    return watch
+
+
+def _time_fetches(engine: Engine, waiting: Waiting) -> None:
+    """Time the fetches of DeepSpeed's own stage 3, during which the compute stream only waits.
+
+    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and the
+    copies out of their buffers run on a separate stream.
+    """
+    offload = require(engine.optimizer, "parameter_offload", "deepspeed")
+    coordinator = require(offload, "get_param_coordinator", "deepspeed")()
+    fetch = require(coordinator, "fetch_sub_module", "deepspeed")
+
+    @wraps(fetch)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with waiting():
+            return fetch(*arguments, **options)
+
+    coordinator.fetch_sub_module = timed
 
 
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

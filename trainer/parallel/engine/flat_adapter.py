@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OPTIMIZERS, engine_zero
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 
 ALIGNMENT_BYTES = 16
 FLAT = "flat_adapter_"  # prefix of the buffers' names

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.contract.known_versions import require
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces, require
 from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 

@@ -1,4 +1,4 @@
-"""The rank of this process, and the process group of all ranks."""
+"""The rank of this process, the process group of all ranks, and groups that share a frozen base."""
 
 import atexit
 import datetime
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaced, require
+from trainer.contract.known_versions import replaced, replaces, require
 from trainer.contract.rendezvous import (
     FAMILIES,
     OPEN_MPI,
@@ -30,10 +30,10 @@ from trainer.contract.rendezvous import (
     read_place,
     srun_rendezvous,
 )
-from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
 
 T = TypeVar("T")
+Within = Literal["auto", "host", "all"] | int
 
 
 @dataclass(frozen=True)
@@ -237,3 +237,35 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each group that holds a copy of the frozen base (zero.shard_within).
+
+    Hosts then exchange no weights. `hosts` is the host of each rank, and `auto` means one group of all ranks.
+
+    Raises UserError if the ranks cannot be divided into groups of `within`.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    if within == "host":
+        return list(by_host.values())
+    ordered = [rank for ranks in by_host.values() for rank in ranks]
+    if not isinstance(within, int):
+        return [ordered]
+    if len(ordered) % within:
+        raise UserError(
+            f"zero.shard_within={within}: {len(ordered)} ranks cannot be divided into groups of {within}. Use host, "
+            "all or a divisor of the number of ranks"
+        )
+    return [ordered[start : start + within] for start in range(0, len(ordered), within)]
+
+
+def form_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
+    """Create the process groups, on every rank, and return that of this rank; None if all ranks are one group."""
+    groups = list_groups(within, hosts)
+    if len(groups) == 1:
+        return None
+    formed = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in formed if dist.get_rank() in ranks)

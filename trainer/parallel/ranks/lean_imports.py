@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")

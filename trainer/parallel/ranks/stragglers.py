@@ -2,7 +2,7 @@
 
 The own time of a rank is measured where it waits for no other: its forward passes, on the GPU's clock, and the loading
 of its data. Under ZeRO-3 forward passes wait for all-gathers, which is subtracted
-(trainer/parallel/engine/gather_waits.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
+(trainer/parallel/engine/deepspeed_engine.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
 REPEATS comparisons in a row is reported.
 """
 

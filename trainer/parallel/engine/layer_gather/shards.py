@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from trainer.contract.replacements import replaces
+from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
 from trainer.parallel.engine.partitioned import keep_own_values
 
