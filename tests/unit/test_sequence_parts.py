@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.families import tiny_config
-from trainer.config import ModelSection, UserError
+from trainer.config import ModelSection, RunConfig, UserError
 from trainer.data.batches import IGNORED, SequencePart, collate
 from trainer.data.samples import Sample
 from trainer.model.base import empty_model
@@ -60,9 +60,10 @@ def test_a_rank_counts_its_fraction_of_the_attention() -> None:
 
 
 def test_an_incomplete_group_of_ranks_is_refused() -> None:
-    check_ranks(2, 4)
+    whole = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d.jsonl"}}
+    check_ranks(RunConfig.model_validate(whole | {"parallel": {"sequence": 2}}), 4)
     with pytest.raises(UserError, match=r"^parallel.sequence=3: does not divide the 4 ranks of this run; use 1 or"):
-        check_ranks(3, 4)
+        check_ranks(RunConfig.model_validate(whole | {"parallel": {"sequence": 3}}), 4)
 
 
 @pytest.mark.parametrize(

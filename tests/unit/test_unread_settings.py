@@ -15,6 +15,7 @@ from trainer.config import LoadedConfig, RunConfig, UserError, dump_yaml, load_c
 from trainer.config.messages import section_at, setting_names
 from trainer.config.needs import Needs, declared_needs
 from trainer.config.types import Section
+from trainer.memory import planner
 
 BASE: dict[str, Any] = {"base_model": "model", "output_dir": "run", "dataset": {"path": "data.jsonl"}}
 # One or more settings, and what the message must name.
@@ -125,20 +126,20 @@ def test_import_turns_settings_without_effect_into_remarks(tmp_path: Path) -> No
 # Read by other commands, on a GPU, or when something goes wrong.
 READ_ELSEWHERE = {
     "training.cudnn_benchmark", "training.memory_fraction", "training.on_nonfinite",  # on a GPU
-    "training.ignore_memory_check",  # where there is too little
+    "training.ignore_memory_check", "training.on_oom",  # where there is too little memory
     "training.epochs",  # max_steps is given
     "training.elastic", "training.launcher_timeout", "training.max_restarts",  # by the launcher
 }  # fmt: skip
-# Handed on or counted in the estimate without being used.
-READ_WITHOUT_EFFECT = {
-    "model.revision", "quantization.block_size", "quantization.double_quant", "quantization.quant_type", "zero.gather",
-    "zero.max_live_parameters", "zero.pin_memory", "zero.prefetch_bucket_size",
-}  # fmt: skip
+# Handed on without being used.
+READ_WITHOUT_EFFECT = {"model.revision", "zero.pin_memory"}
 
 
 @contextmanager
 def recorded_reads() -> Iterator[set[tuple[str, str]]]:
-    """Record (class, name) of every attribute of a section that is read after a configuration was loaded."""
+    """Record (class, name) of every attribute of a section that is read after a configuration was loaded.
+
+    A check of combinations is no use of a setting, so the one after `auto` was resolved is left out.
+    """
     seen: set[tuple[str, str]] = set()
 
     def read(section: Any, name: str) -> Any:
@@ -150,7 +151,11 @@ def recorded_reads() -> Iterator[set[tuple[str, str]]]:
         seen.clear()
         return loaded
 
-    with patch.object(Section, "__getattribute__", read), patch.object(runs_in_process, "load_config", load):
+    with (
+        patch.object(Section, "__getattribute__", read),
+        patch.object(runs_in_process, "load_config", load),
+        patch.object(planner, "check_combinations"),
+    ):
         yield seen
 
 

@@ -78,7 +78,6 @@ def test_a_model_without_an_estimate_is_reported(kind: str, config: Path, capsys
     shown = capsys.readouterr()
     assert not shown.out and shown.err.startswith("error: the memory of this model cannot be estimated (")
     assert validate.main(words) == 0
-    assert "no memory estimate for this model (" in capsys.readouterr().out
 
 
 def test_validate_during_a_run_reports_what_training_would_need(
@@ -109,7 +108,6 @@ def test_validate_during_a_run_reports_what_training_would_need(
             "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
         ),
         ("adapter=none", "adapter: none, all weights are trained"),
-        ("lora.r=40", "adapter: r=40 is more than the width of k_proj (64 -> 32), v_proj (64 -> 32), where"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
         ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),

@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
-    check_ranks(config.parallel.sequence, gpus)
+    check_ranks(config, gpus)
     PROGRESS.show(f"reading {config.base_model} and the data")
     if not is_pipeline(config):
         config = fit_max_length(config, context_length(read_model_config(config)[0]))

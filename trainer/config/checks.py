@@ -55,9 +55,8 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         fix = f"pip install {library}"
         yield Mistake("training.optimizer", config.training.optimizer, f"needs {library}", fix)
     for task, section in (("preference", config.preference), ("reward", config.reward)):
-        given = {name: value for name, value in section if value != getattr(type(section)(), name)}
-        if given and config.task != task:
-            name, value = next(iter(given.items()))
+        if config.task != task and section != (defaults := type(section)()):
+            name, value = next((name, value) for name, value in section if value != getattr(defaults, name))
             problem = f"has no effect, because task is {config.task}"
             yield Mistake(f"{task}.{name}", value, problem, f"set task: {task}", "task")
     yield from _check_data(config)

@@ -34,7 +34,7 @@ def join(
     Returns the precision, the memory plan with decisions and the configuration without `auto`, the task, and the steps.
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
-    check_ranks(config.parallel.sequence, ranks.world_size)
+    check_ranks(config, ranks.world_size)
     device = ranks.device()
     _join_process_group(config, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)

@@ -278,7 +278,7 @@ def prepare_to_resume(
 ) -> tuple[Prepared, Resumption]:
     """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
     if world_size is not None:
-        check_ranks(config.parallel.sequence, world_size)
+        check_ranks(config, world_size)
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)

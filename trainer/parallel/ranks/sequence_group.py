@@ -16,27 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import UserError
+from trainer.config import RunConfig, UserError
 from trainer.data.batches import SequencePart
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, list_groups
 
 
-def check_ranks(size: int, world_size: int) -> None:
-    """Raise UserError unless the ranks can be divided into groups of `size`."""
-    if world_size % size:
+def check_ranks(config: RunConfig, world_size: int) -> None:
+    """Raise UserError unless the ranks can be divided into the groups that share sequences or the frozen base."""
+    if world_size % (size := config.parallel.sequence):
         divisors = [each for each in range(1, world_size + 1) if world_size % each == 0]
         raise UserError(
             f"parallel.sequence={size}: does not divide the {world_size} rank{'s' * (world_size > 1)} of this run; "
             f"use {' or '.join(map(str, divisors))}, or another number of ranks"
         )
+    if config.zero.stage == 3:
+        list_groups(config.zero.shard_within, [""] * world_size)
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
     """Return the part of its sequences that this rank computes, None if that is all; every rank must call it.
 
-    Consecutive ranks share a sequence, since they are usually on one host. Raises UserError like `check_ranks`.
+    Consecutive ranks share a sequence, since they are usually on one host.
     """
-    check_ranks(size, ranks.world_size)
     if size == 1:
         return None
     groups = [dist.new_group(range(first, first + size)) for first in range(0, ranks.world_size, size)]
