@@ -24,7 +24,6 @@ from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
-from trainer.model.base import check_base_is_finite
 from trainer.monitor.console import Output
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.hooks import Hook
@@ -32,7 +31,7 @@ from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
-from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
@@ -52,9 +51,9 @@ from trainer.scu.controller import Steering
 from trainer.scu.steering import start_steering
 from trainer.setup.build import build_model
 from trainer.setup.joining import join
+from trainer.setup.kinds import kind_of
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.step import StepContext, evaluate_loss
-from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
@@ -138,8 +137,8 @@ class Run:
         try:
             loop.run()
         except FloatingPointError:
-            if position.nonfinite_steps >= position.step and isinstance(self.task, LanguageTask):
-                check_base_is_finite(self.config.base_model, self.config.model, DTYPES[self.precision])
+            if position.nonfinite_steps >= position.step:
+                self.task.check_base()
             raise
         self.say.is_starting = False  # also of a run that had no step left
         after = None
@@ -232,7 +231,7 @@ class Run:
     def _start_steering(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
         if not self.config.scu.enabled:
             return None
-        assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
+        assert isinstance(self.loss, TokenLoss)
         steering, notes = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
@@ -250,7 +249,7 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position, total_steps: int) -> Loop:
         experts = ExpertLoad.for_model(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
-        recovery = Recovery(self.config, self.ranks.world_size)
+        recovery = Recovery(self.config, self.ranks.world_size, kind_of(self.config).planner)
         extend_timeouts(collective_timeout(self.config.training))
         hooks: list[Hook | None] = [
             FirstGradients(GradientCheck(engine.module, finite=self.precision != "fp16")),

@@ -13,6 +13,7 @@ from tests.saved_adapters import save_adapter
 from tests.tiny import write_chats
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
+from trainer.memory.planner import Planner
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
 from trainer.model.base import empty_model, load_model_config
@@ -70,7 +71,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     """The model that trainer.setup.build makes, its lines, and its losses in a loop without DeepSpeed."""
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
     stage = {"zero_optimization": {"stage": 0}}
-    decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
+    decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
     model, lines = build_model(config, decided, task, ranks, CPU, "fp32", stage)
     token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id

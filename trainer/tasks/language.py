@@ -19,12 +19,13 @@ from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
-from trainer.model.base import add_embedding_noise, load_base_model, match_vocabulary
+from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
 from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
+from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects
@@ -64,8 +65,6 @@ class LanguageTask(Task):
         self._answers: AnswerMetrics | None = None
         self._first_scores = Scores({}, {}, set())
         self._images: ImageInputs | None = None
-        self.flat_packs = False
-        """Whether packed sequences are one row without padding."""
         self.shares_prompts = False
         """Whether the prompt of a pair is computed once."""
 
@@ -96,6 +95,9 @@ class LanguageTask(Task):
         self._images = image_inputs(self._prepared.images, model, every_rank=self._config.zero.stage == 3)
         # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
         disable_varlen(model)
+
+    def check_base(self) -> None:
+        check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])
 
     def keep_embeddings(self) -> bool:
         rows = self._prepared.model_config.get_text_config().vocab_size

@@ -62,9 +62,15 @@ class Task(Protocol):
     """Unit in which batches are counted: tokens or images."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
+    flat_packs: bool = False
+    """Whether packed sequences are one row without padding."""
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
+
+    def check_base(self) -> None:
+        """Check the base's weights after a run without a finite loss. Raises UserError."""
+        return None
 
     def keep_embeddings(self) -> bool:
         """Return whether the per-layer all-gather must leave embedding and head whole."""
@@ -82,6 +88,7 @@ class Task(Protocol):
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError."""
+        return None
 
     def batches(self) -> BatchSource:
         """Return this rank's training batches."""
