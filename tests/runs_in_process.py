@@ -14,7 +14,7 @@ from rich.console import Console
 
 import trainer.loop
 import trainer.memory.image_models
-import trainer.memory.preflight
+import trainer.memory.planner
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
@@ -59,7 +59,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 # What the estimate of memory knows of a model: it makes an empty one for each, a quarter of a tiny image run's time.
 _KNOWN = [
-    (trainer.memory.preflight, "read_shapes", _once(read_shapes)),
+    (trainer.memory.planner, "read_shapes", _once(read_shapes)),
     (trainer.memory.image_models, "image_shapes", _once(trainer.memory.image_models.image_shapes)),
     (trainer.memory.image_models, "observe_activations", _once(trainer.memory.image_models.observe_activations)),
 ]

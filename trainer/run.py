@@ -17,6 +17,7 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, fit_max_length, skipped_records
 from trainer.evaluation import Evaluation, Measurement
 from trainer.loop import Loop
+from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import Metrics
@@ -29,6 +30,7 @@ from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join
+from trainer.setup.kinds import kind_of
 from trainer.setup.step_hooks import build_hooks
 from trainer.step import StepContext, evaluate_loss
 from trainer.tasks.task import BatchSource, StepLoss, Task
@@ -201,8 +203,12 @@ class Run:
             config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
             partial(self.evaluation.sample, folder=self.folder), self.say,
         )  # fmt: skip
+        recovery = Recovery(config, self.ranks.world_size, kind_of(config).planner)
+        context = StepContext.for_run(
+            recovery, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say
+        )
         return Loop(
-            StepContext.for_run(config, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say),
+            context,
             hooks,
             config.training,
             position,

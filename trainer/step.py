@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from trainer.config import RunConfig
 from trainer.contract.known_versions import changed
 from trainer.memory.oom_recovery import Recovery
 from trainer.parallel.engine.deepspeed_engine import watch_stragglers
@@ -80,12 +79,11 @@ class StepContext:
 
     @classmethod
     def for_run(
-        cls, config: RunConfig, engine: Engine, loss: StepLoss, batches: BatchSource, ranks: Ranks, schedule: Any,
+        cls, recovery: Recovery, engine: Engine, loss: StepLoss, batches: BatchSource, ranks: Ranks, schedule: Any,
         steering: Steering | None, say: Callable[[str], None],
     ) -> "StepContext":  # fmt: skip
-        """Return that of a run, which recovers from lack of memory and finds slow ranks; every rank must call it."""
-        recovery, stragglers = Recovery(config, ranks.world_size), watch_stragglers(engine, ranks, say)
-        return cls(engine, loss, batches, ranks, schedule, recovery, steering, stragglers)
+        """Return that of a run, which finds slow ranks; every rank must call it."""
+        return cls(engine, loss, batches, ranks, schedule, recovery, steering, watch_stragglers(engine, ranks, say))
 
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
         """Count the block as this rank's own time."""

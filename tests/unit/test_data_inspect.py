@@ -12,6 +12,7 @@ import pytest
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
 from trainer.data import DataStats
+from trainer.setup.shown_data import warnings
 
 CONFIG = """
 base_model: model
@@ -119,7 +120,7 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
 
 def test_warns_of_nothing_trained() -> None:
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
-    found = inspect.warnings(nothing)
+    found = warnings(nothing)
     assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
 
 

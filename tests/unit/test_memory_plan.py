@@ -324,7 +324,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_every_preset_has_an_estimate() -> None:
     """The hub is not asked: published shapes stand in for names that cannot be read."""
     for file in sorted((ROOT / "configs").glob("*b.yaml")):
-        from trainer.commands.estimate import read_model_config
+        from trainer.setup.text_run import read_model_config
 
         model_config, _ = read_model_config(load_config(file).config)
         assert model_config.num_hidden_layers > 1
@@ -380,30 +380,32 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
 ) -> None:
     config, found = prepared
     with pytest.raises(UserError) as refusal:
-        plan_for_machine(BF16_GPU, config, found, 3 * GIB)
+        plan_for_machine(Planner, BF16_GPU, config, found, 3 * GIB)
     line = str(refusal.value)
     assert "has free 3.00 GiB; set " in line and line.count("GiB)") == 3
     assert line.endswith("or training.ignore_memory_check=true")
-    ignored = plan_for_machine(BF16_GPU, apply_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
+    ignored = plan_for_machine(
+        Planner, BF16_GPU, apply_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB
+    )
     assert ignored.found is not None and "warning" in ignored.notes[0]
-    assert plan_for_machine(BF16_GPU, config, found, 80 * GIB).notes == ()
+    assert plan_for_machine(Planner, BF16_GPU, config, found, 80 * GIB).notes == ()
 
 
 def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     plan = plan_for_machine(
-        BF16_GPU, apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
+        Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
     )
     assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
     assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
-    plan = plan_for_machine(BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), found, None)
+    plan = plan_for_machine(Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), found, None)
     assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults without a GPU",)
 
 
 def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     unknown = replace(found, model_config=object())
-    assert plan_for_machine(BF16_GPU, config, unknown, 80 * GIB).found is None
+    assert plan_for_machine(Planner, BF16_GPU, config, unknown, 80 * GIB).found is None
     for memory in (80 * GIB, None):
         with pytest.raises(UserError, match=r"this model has no estimate .* set both to a number"):
-            plan_for_machine(BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)
+            plan_for_machine(Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)

@@ -15,7 +15,7 @@ from tests.runs_in_process import make_ground, train
 from trainer.config import ModelSection, UserError, load_config
 from trainer.model.base import empty_model
 from trainer.model.expert_targets import check_visited
-from trainer.setup.preflight import read_model_files
+from trainer.setup.text_run import read_model_files
 
 Change = Callable[[Path], Any]
 INDEX, DEEP = "model.safetensors.index.json", "[" * 100_000

@@ -13,6 +13,7 @@ from tests.saved_adapters import save_adapter
 from tests.tiny import write_chats
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
+from trainer.memory.planner import Planner
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
 from trainer.model.base import empty_model, load_model_config
@@ -69,7 +70,7 @@ def run_config(root: Path, name: str, **changes: Any) -> RunConfig:
 def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     """The model that trainer.setup.build makes, its lines, and its losses in a loop without DeepSpeed."""
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
-    decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
+    decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
     model, lines = Builder(config, decided, task, ranks, CPU, "fp32").model()
     token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id

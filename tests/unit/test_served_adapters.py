@@ -22,7 +22,7 @@ from trainer.commands.export.__main__ import export, main
 from trainer.config import RunConfig, UserError
 from trainer.model.base import match_vocabulary
 from trainer.model.served_layers import serving_notes
-from trainer.setup.preflight import read_model_files
+from trainer.setup.text_run import read_model_files
 
 FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands import speed
-from trainer.commands.inspect import read_data
 from trainer.commands.longest_sequence import find_longest, longest_lines
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
@@ -26,17 +25,11 @@ from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
 from trainer.memory.decisions import Machine
-from trainer.memory.image_models import build_image_planner
-from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Choice, Lengths, Planner, gib
+from trainer.memory.planner import Choice, Planner, gib
 from trainer.memory.preflight import recomputation_line
-from trainer.model.base import context_length, load_model_config
-from trainer.model.published_shapes import PREFIX, find_shape
-from trainer.model.random_weights import random_config
+from trainer.model.base import context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.patches.mamba import has_scan_kernels, is_mamba_2
-from trainer.setup.preflight import load_reference
-from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
+from trainer.setup.kinds import kind_of
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 MIN_GPU_MEMORY = GIB
@@ -55,30 +48,6 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
             f"{option} {text}: {size / GIB:.3g} GiB is not a device's memory; write 80GiB, 24GB or 40960MiB"
         )
     return int(size)
-
-
-def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
-    """Return sequence lengths, the tokenizer's size, and a line on where they come from."""
-    try:
-        tokenizer, data = read_data(config)
-        reference = load_reference(config, tokenizer)
-    except UserError as error:
-        return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({error})"
-    lengths = Lengths.of(config, data.train, reference)
-    if not lengths.samples:
-        return lengths, len(tokenizer), f"every sequence of the stream counts as {lengths.longest:,} tokens"
-    return lengths, len(tokenizer), f"longest sequence in the data: {lengths.longest:,} tokens"
-
-
-def read_model_config(config: RunConfig) -> tuple[Any, str]:
-    """Load the model's configuration, or use the published shape of that name with a note."""
-    try:
-        return load_model_config(config.base_model, config.model), ""
-    except UserError:
-        shape = find_shape(config.base_model)
-        if shape is None:
-            raise
-        return random_config(PREFIX + shape), f"{config.base_model} cannot be read here: the published shape {shape}"
 
 
 def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
@@ -216,16 +185,15 @@ def main(argv: list[str] | None = None) -> None:
     config = loaded.config
     check_ranks(config, gpus)
     PROGRESS.show(f"reading {config.base_model} and the data")
-    if not is_pipeline(config):
-        config = fit_max_length(config, context_length(read_model_config(config)[0]))
     planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
-    if arguments.max_length and is_pipeline(config):
+    of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
+    config = fit_max_length(config, of_model)
+    if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:
         per_host = arguments.gpus_per_host or gpus
         host = parse_memory(arguments.host_memory, "--host-memory") // per_host if arguments.host_memory else None
         longest = find_longest(planner, config, memory, host)
-        of_model = context_length(planner.shapes.model.config)
         print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
         return
     found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
@@ -243,24 +211,7 @@ def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assumed(world_size, precision, ranks_per_host)
-    if is_pipeline(config):
-        pipeline = read_pipeline(config.base_model, config.model)
-        where = f"every image counts as {config.image.resolution} x {config.image.resolution}"
-        return build_image_planner(config, pipeline, machine), [where]
-    model_config, note = read_model_config(config)
-    lengths, vocabulary, where = read_lengths(config)
-    shapes = read_shapes(
-        model_config,
-        config.model,
-        None if config.adapter == "none" else config.lora,
-        vocabulary_at_least=vocabulary,
-    )
-    planner = Planner(shapes, lengths, machine)
-    scan = ""
-    if any(is_mamba_2(module) for module in shapes.model.modules()):
-        plain = "in plain torch; the kernels of the extra `mamba` keep less memory"
-        scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
-    return planner, [line for line in (note, where, scan) if line]
+    return kind_of(config).assume_planner(config, machine)
 
 
 if __name__ == "__main__":

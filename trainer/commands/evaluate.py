@@ -41,8 +41,9 @@ from trainer.config.command_line import positive_int
 from trainer.config.errors import shown
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
-from trainer.data import Sample, Samples, prepare_data
+from trainer.data import Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch, collate
+from trainer.data.prepared import Prepared
 from trainer.data.samples import split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
@@ -51,7 +52,7 @@ from trainer.model.image_reader import image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
-from trainer.setup.preflight import check_pairs
+from trainer.setup.text_run import check_pairs, tokenize
 from trainer.tasks.lm_eval_scores import TaskScores
 from trainer.tasks.preference import PreferenceLoss
 from trainer.tasks.reward import RewardLoss
@@ -193,14 +194,9 @@ def held_out_samples(
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}
         section = section.model_copy(update=alone | fields)
     try:
-        prepared = prepare_data(
-            section,
-            tokenizer,
-            seed=run.config.seed,
-            cache_dir=Path(section.cache_dir).expanduser(),
-            max_length_of_model=context_length(load_model_config(run.config.base_model, run.config.model)),
-            images=images,
-        )
+        longest = context_length(load_model_config(run.config.base_model, run.config.model))
+        files = Prepared(tokenizer, None, None, longest=longest, images=images)
+        prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
     except UserError as error:
         if data is None:
             raise

@@ -18,7 +18,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.tasks.images.card import image_card
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
-from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 
 KOHYA = "lora.safetensors"
 
@@ -28,8 +28,8 @@ def _pipeline(run: FinishedRun) -> Pipeline:
 
 
 def is_image_run(run: FinishedRun) -> bool:
-    """Return whether the run trained an image model."""
-    return (run.folder / DIFFUSERS).is_file() or is_pipeline(run.config)
+    """Return whether the run trained an image model, whose adapter is also saved in diffusers' format."""
+    return (run.folder / DIFFUSERS).is_file()
 
 
 def refuse_images(run: FinishedRun, reason: str) -> None:

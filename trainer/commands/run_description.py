@@ -12,25 +12,21 @@ from trainer.data.step_count import (
     steps_line,
 )
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
-from trainer.model.base import empty_model
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.targets import unadapted_layers
 from trainer.patches.mamba import unadapted_lines
-from trainer.tasks.images.model import ImageModel
-from trainer.tasks.images.pipeline import Pipeline
+from trainer.setup.kinds import kind_of
 
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
     """Return lines `name: text` that describe the run with this model, data and number of ranks."""
     config = fit_max_length(config, prepared.longest)
-    model = _build_empty(config, prepared)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    lines = _describe_model(config, prepared, model, size)
+    model, lines = kind_of(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":
         lines.append("adapter: none, all weights are trained")
     else:
-        trained, adapter_lines = _describe_adapter(config, prepared, model, size)
+        trained, adapter_lines = _describe_adapter(config, model)
         lines += adapter_lines
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
@@ -45,37 +41,16 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     return lines
 
 
-def _build_empty(config: RunConfig, prepared: Prepared) -> Any:
-    if isinstance(prepared.model_config, Pipeline):
-        return ImageModel(prepared.model_config)
-    model = empty_model(prepared.model_config, config.model)
-    model.tie_weights()  # a tied head is counted once
-    return model
-
-
-def _describe_model(config: RunConfig, prepared: Prepared, model: Any, size: int) -> list[str]:
-    if isinstance(prepared.model_config, Pipeline):
-        name = type(model.denoiser).__name__
-        return [f"model: {config.base_model}: {name} of {model.family.pipeline}, {size:,} parameters"]
-    layers = prepared.model_config.get_text_config().num_hidden_layers
-    context = f", context {prepared.longest:,}" if prepared.longest else ""
-    return [
-        f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, {layers} layers{context}",
-        f"tokenizer: {type(prepared.tokenizer).__name__}, {len(prepared.tokenizer):,} tokens, "
-        f"pads with {prepared.tokenizer.pad_token!r}",
-    ]
-
-
-def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: int) -> tuple[int, list[str]]:
-    is_image = isinstance(prepared.model_config, Pipeline)
+def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
+    size = sum(parameter.numel() for parameter in model.parameters())
     # A model without weights cannot hold initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
-    peft_model = apply_adapter(model, plain, dtype, task_type=None if is_image else "CAUSAL_LM")
+    peft_model = apply_adapter(model, plain, dtype, task_type=kind_of(config).task(config).peft_type)
     adapted = adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-    if not is_image and fp8_form(prepared.model_config) is not None:
+    if fp8_form(model.config) is not None:
         base = "the base as it is stored, in FP8"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"

@@ -16,7 +16,7 @@ class Prepared:
     tokenizer: Any
     model_config: Any
     data: Any
-    """PreparedData, or its counterpart for image models (trainer/tasks/images/data.py)."""
+    """PreparedData, its counterpart for image models (trainer/tasks/images/data.py), or None if not yet read."""
     notes: tuple[str, ...] = ()
     """Lines for the console."""
     reference: Samples | None = None

@@ -24,8 +24,8 @@ from trainer.entry.rank import main as train
 from trainer.monitor.console import append_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
-from trainer.setup.preflight import ModelFiles, prepare_to_resume, read_model_files
-from trainer.tasks.images.pipeline import is_pipeline
+from trainer.setup.kinds import kind_of
+from trainer.setup.preflight import prepare_to_resume
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     with _quiet():
         import_common_modules()
     config, overrides = argv[0], [word for word in argv[1:] if word != HELD]
-    found: Prepared | ModelFiles | None
+    found: Prepared | None
     if os.environ["RANK"] == "0":
         code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
@@ -71,12 +71,12 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _read_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
+def _read_ahead(path: str, overrides: list[str]) -> Prepared | None:
     """Read the model's files; mistakes are reported by the first rank, or by this one when it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
-            return None if is_pipeline(config) else read_model_files(config)
+            return kind_of(config).read_files(config)
     except (UserError, OSError):
         return None
 

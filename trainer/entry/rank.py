@@ -23,10 +23,10 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.parallel.ranks.training_process import LAUNCHER_WATCH
 from trainer.parallel.ranks.watchdog import Watchdog
 from trainer.run import Run
-from trainer.setup.preflight import ModelFiles, check_folder, prepare
+from trainer.setup.preflight import check_folder, prepare
 
 
-def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:
+def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
     """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
     Preempted and stopped runs are saved. `found` is what this process has already prepared or read.
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
-            if isinstance(found, Prepared):  # before the launcher locked the folder
+            if found is not None and found.data is not None:  # before the launcher locked the folder
                 check_folder(loaded.config)
                 prepared = found
             else:

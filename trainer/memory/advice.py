@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from trainer.config import RunConfig
 from trainer.memory.bytes import Estimate
 from trainer.memory.planner import Changes, Planner, gib
-from trainer.tasks.images.pipeline import is_pipeline
 
 HOW_MANY = 3
-SHORTEST = 256
-"""Tokens; shorter samples are not suggested."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +90,9 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.optimizer": "adamw_8bit"})
     if not config.zero.offload_parameters:
         candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
-    if half := smaller_samples(config):
+    if half := planner.smaller_samples(config):
         candidates.append(half)
     return candidates
-
-
-def smaller_samples(config: RunConfig) -> Changes:
-    """Return the setting that halves the size of samples, or an empty dict if they would be too small."""
-    if is_pipeline(config):
-        side, step = config.image.resolution, config.image.bucket_step
-        return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
-    length = config.dataset.max_length
-    return {"dataset.max_length": length // 2} if length > SHORTEST else {}
 
 
 def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:

@@ -145,8 +145,8 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
     )
 
 
-def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
-    """Decide for an image model: adapters and ZeRO as for language models, the rest as in diffusers."""
+def decide_for_images(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
+    """Decide for an image model, whatever `model` is: adapters and ZeRO as for text, the rest as in diffusers."""
     theirs = Decided[Kernels]("model", "an image model")
     return replace(
         decide(config, machine, None),

@@ -7,17 +7,18 @@ counts as flash attention, which keeps no scores.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trainer.config import LoraSection, RunConfig
+from trainer.data.prepared import Prepared
 from trainer.memory.activations import Seen
 from trainer.memory.bytes import Estimate, estimate
-from trainer.memory.decisions import Decisions, Machine, decide_for_images
+from trainer.memory.decisions import Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, flash_attention
-from trainer.memory.planner import Lengths, Planner
+from trainer.memory.planner import Changes, Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
@@ -36,6 +37,23 @@ class ImagePlanner(Planner):
     pipeline: Pipeline
     text: Text
     """Shapes of a caption's conditions."""
+    has_sequences: ClassVar[bool] = False
+    decide = staticmethod(decide_for_images)
+
+    @classmethod
+    def of_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
+        pipeline: Pipeline = prepared.model_config
+        count, text = None, caption_shapes(pipeline)
+        if prepared.data is not None:
+            samples = prepared.data.train
+            count, caption = len(samples), samples.store.conditions(samples[0].caption)
+            text = {name: tuple(value.shape) for name, value in caption.items()}
+        return cls(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
+
+    @staticmethod
+    def smaller_samples(config: RunConfig) -> Changes:
+        side, step = config.image.resolution, config.image.bucket_step
+        return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
@@ -56,9 +74,6 @@ class ImagePlanner(Planner):
     def sample_text(self, config: RunConfig) -> str:
         """Format the size of an image."""
         return f"{config.image.resolution} x {config.image.resolution} pixels"
-
-    def decisions(self, config: RunConfig) -> Decisions:
-        return decide_for_images(config, self.machine)
 
     @cached_property
     def _seen(self) -> Callable[..., Seen]:
@@ -129,14 +144,3 @@ def _pooled(settings: Any) -> int:
         return int(settings["pooled_projection_dim"])
     projected = settings.get("projection_class_embeddings_input_dim")
     return int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
-
-
-def build_image_planner(
-    config: RunConfig, pipeline: Pipeline, machine: Machine, samples: Any | None = None
-) -> ImagePlanner:
-    """Build a planner for a run on these images, or on unknown ones."""
-    count = None if samples is None else len(samples)
-    text = caption_shapes(pipeline)
-    if samples is not None:
-        text = {name: tuple(value.shape) for name, value in samples.store.conditions(samples[0].caption).items()}
-    return ImagePlanner(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)

@@ -15,7 +15,8 @@ import torch
 from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
-from trainer.memory.advice import smaller_batch, smaller_samples
+from trainer.memory.advice import smaller_batch
+from trainer.memory.planner import Planner
 
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
@@ -32,8 +33,8 @@ class OutOfMemory(UserError):
 class Recovery:
     """Guards the steps of a run according to `training.on_oom`."""
 
-    def __init__(self, config: RunConfig, world_size: int) -> None:
-        self._config, self._world_size = config, world_size
+    def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
+        self._config, self._world_size, self._planner = config, world_size, planner
         self.is_updating = False
         """Whether the optimizer's step has begun, where a smaller micro-batch does not help."""
 
@@ -79,7 +80,7 @@ class Recovery:
             "training.on_oom=halve": training.on_oom == "stop" and training.batch_size > 1 and not self.is_updating,
             "training.gradient_checkpointing=true": training.gradient_checkpointing == "none",
             "training.gradient_checkpointing_layers=null": training.gradient_checkpointing_layers is not None,
-            **{f"{name}={value}": True for name, value in smaller_samples(self._config).items()},
+            **{f"{name}={value}": True for name, value in self._planner.smaller_samples(self._config).items()},
             "adapter=qlora": self._config.adapter == "lora",
             "zero.stage=3": self._world_size > 1 and self._config.zero.stage < 3,
         }

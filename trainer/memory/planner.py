@@ -4,17 +4,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
+from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
+from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
 from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
 from trainer.parallel.ranks.group import list_groups
@@ -26,6 +28,8 @@ SPARE = 0.05
 """Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
 """Models without attention that run a Python loop over tokens, and the tokens that are observed; memory is linear."""
+SHORTEST = 256
+"""Tokens; shorter samples are not suggested."""
 STAGES = (0, 1, 2, 3)
 # Without a GPU, memory does not decide: the default.
 CPU_STAGE = 2
@@ -52,7 +56,7 @@ class Lengths:
 
     @classmethod
     def of(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples (those of a stream are unknown) and of the scu.reference texts."""
+        """Return the lengths of prepared samples (of a stream and None unknown) and of the scu.reference texts."""
         if not hasattr(samples, "lengths"):
             return cls.assumed(config)
         tokens, targets = samples.lengths()
@@ -76,6 +80,23 @@ class Planner:
     shapes: Shapes
     lengths: Lengths
     machine: Machine
+    has_sequences: ClassVar[bool] = True
+    """Whether samples are sequences of tokens."""
+    decide = staticmethod(decide)
+
+    @classmethod
+    def of_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
+        """Build the planner of a run; `prepared` may lack data, which then counts as of the maximum length."""
+        lora, data = None if config.adapter == "none" else config.lora, prepared.data
+        vocabulary = len(prepared.tokenizer or ())
+        shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
+        return cls(shapes, Lengths.of(config, data and data.train, prepared.reference), machine)
+
+    @staticmethod
+    def smaller_samples(config: RunConfig) -> Changes:
+        """Return the setting that halves the size of samples, or an empty dict if they would be too small."""
+        length = config.dataset.max_length
+        return {"dataset.max_length": length // 2} if length > SHORTEST else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
@@ -223,7 +244,7 @@ class Planner:
 
     def decisions(self, config: RunConfig) -> Decisions:
         """Return the decisions for a configuration on this machine."""
-        return decide(config, self.machine, self.shapes.properties)
+        return self.decide(config, self.machine, self.shapes.properties)
 
     def work(self, config: RunConfig, decided: Decisions) -> Work:
         """Return the sizes and kernels of one micro-step."""

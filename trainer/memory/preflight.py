@@ -14,16 +14,13 @@ from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, Estimate, to_json
-from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
-from trainer.memory.image_models import build_image_planner
-from trainer.memory.model_widths import read_shapes
+from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.observed import NoEstimate
-from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
+from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, gib
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
-from trainer.tasks.images.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
+    kind: type[Planner], config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
 ) -> MemoryPlan:
     """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
@@ -51,18 +48,20 @@ def plan_memory(
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own = _has_own_kernels(config, device)
         machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
-        return plan_for_machine(machine, config, prepared, memory)
+        return plan_for_machine(kind, machine, config, prepared, memory)
 
     return run_on_main(ranks, plan)
 
 
-def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
+def plan_for_machine(
+    kind: type[Planner], machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None
+) -> MemoryPlan:
     """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
     counted = count_samples(prepared), config.data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counted)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
-        planner = _planner(machine, config, prepared)
+        planner = kind.of_run(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # which runs layers of the model
     except (NoEstimate, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
@@ -74,9 +73,8 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = resolve_eval_and_save_steps(config, *counted)
-        images = isinstance(prepared.model_config, Pipeline)
-        unread = decide_for_images(config, machine) if images else decide(config, machine, None)
-        return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
+        unread, note = kind.decide(config, machine, None), f"no memory estimate for this model ({reason})"
+        return MemoryPlan(config, None, unread, (note,))
     layers, there = config.training.gradient_checkpointing_layers, len(planner.shapes.layers)
     if layers is not None and layers > there:
         raise UserError(
@@ -97,18 +95,6 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
     return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
-
-
-def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
-    if isinstance(prepared.model_config, Pipeline):
-        return build_image_planner(config, prepared.model_config, machine, prepared.data.train)
-    shapes = read_shapes(
-        prepared.model_config,
-        config.model,
-        None if config.adapter == "none" else config.lora,
-        vocabulary_at_least=len(prepared.tokenizer),
-    )
-    return Planner(shapes, Lengths.of(config, prepared.data.train, prepared.reference), machine)
 
 
 def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:

@@ -18,10 +18,7 @@ from trainer.parallel.ranks.agreement import meet
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.tasks.images.task import ImageTask
-from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import PreferenceTask
-from trainer.tasks.reward import RewardTask
+from trainer.setup.kinds import kind_of
 from trainer.tasks.task import Task
 
 
@@ -41,11 +38,10 @@ def join(
     for note in notes:
         say(f"note: {escape(note)}")
     set_up_torch(config.training, device)
-    memory = plan_memory(config, prepared, ranks, device, precision)
+    kind = kind_of(config)
+    memory = plan_memory(kind.planner, config, prepared, ranks, device, precision)
     resolved = memory.config
-    language = {"preference": PreferenceTask, "reward": RewardTask}.get(config.task, LanguageTask)
-    kind: type[LanguageTask | ImageTask] = language if prepared.tokenizer is not None else ImageTask
-    task = kind(resolved, prepared, ranks, device, precision, say)
+    task = kind.task(config)(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)

@@ -84,6 +84,7 @@ class Task(Protocol):
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError."""
+        return None
 
     def check_base(self) -> None:
         """Raise UserError if a stored weight of the base is not finite; called after a non-finite loss."""

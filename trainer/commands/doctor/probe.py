@@ -16,7 +16,6 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
 from trainer.contract.json_records import MARK, Check, State
-from trainer.model.published_shapes import is_random
 
 
 def check_torch() -> Iterator[Check]:
@@ -64,18 +63,17 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
     """Check settings, model, tokenizer and data files as a training start does, and whether the weights are here."""
-    from trainer.model.tensor_files import has_local_weights
     from trainer.setup.early_checks import check_early
-    from trainer.setup.preflight import check_settings, read_model_files
-    from trainer.tasks.images.pipeline import is_pipeline
+    from trainer.setup.kinds import kind_of
+    from trainer.setup.preflight import check_settings
 
     model = config.base_model
     try:
         check_early(config, to_train=False)
         check_settings(config)
-        if not is_pipeline(config):
-            read_model_files(config)
-        is_here = is_random(model) or is_pipeline(config) or has_local_weights(model, config.model)
+        kind = kind_of(config)
+        kind.read_files(config)
+        is_here = kind.has_weights(config)
     except UserError as error:
         yield Check("run", "FAIL", str(error), "as in the message; zerolora download gets a model elsewhere")
         return

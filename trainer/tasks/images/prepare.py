@@ -28,7 +28,7 @@ def _find_unused_settings(config: RunConfig, task: str) -> Iterator[Unread]:
             yield setting
 
 
-def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
+def prepare_image_run(config: RunConfig, tell: Callable[[str], None], files: object = None) -> Prepared:
     """Check the pipeline and the settings, encode images and captions. Raises UserError."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)

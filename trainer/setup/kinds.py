@@ -1,0 +1,91 @@
+"""What differs between kinds of models before a task exists, in preparation and commands; `kind_of` decides once."""
+
+from typing import Any
+
+from trainer.config import RunConfig
+from trainer.data.prepared import Prepared
+from trainer.memory.decisions import Machine
+from trainer.memory.image_models import ImagePlanner
+from trainer.memory.planner import Planner
+from trainer.model.base import empty_model
+from trainer.model.published_shapes import is_random
+from trainer.model.tensor_files import has_local_weights
+from trainer.setup.shown_data import show_images, show_text
+from trainer.setup.text_run import assume_planner, prepare_text_run, read_model_files
+from trainer.tasks.images.model import ImageModel
+from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
+from trainer.tasks.images.prepare import prepare_image_run
+from trainer.tasks.images.task import ImageTask
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.preference import PreferenceTask
+from trainer.tasks.reward import RewardTask
+
+
+class LanguageKind:
+    """Language models."""
+
+    planner = Planner
+    prepare = staticmethod(prepare_text_run)
+    read_files = staticmethod(read_model_files)
+    assume_planner = staticmethod(assume_planner)
+    show_data = staticmethod(show_text)
+
+    @staticmethod
+    def task(config: RunConfig) -> type[LanguageTask]:
+        """Return the class of the run's task."""
+        return {"preference": PreferenceTask, "reward": RewardTask}.get(config.task, LanguageTask)
+
+    @staticmethod
+    def has_weights(config: RunConfig) -> bool:
+        """Return whether no weights need to be downloaded."""
+        return is_random(config.base_model) or has_local_weights(config.base_model, config.model)
+
+    @staticmethod
+    def describe(config: RunConfig, prepared: Prepared) -> tuple[Any, list[str]]:
+        """Return the model without weights, and lines for `zerolora validate`."""
+        model = empty_model(prepared.model_config, config.model)
+        layers = prepared.model_config.get_text_config().num_hidden_layers
+        context = f", context {prepared.longest:,}" if prepared.longest else ""
+        tokenizer = prepared.tokenizer
+        return model, [
+            f"model: {config.base_model}: {type(model).__name__}, {model.num_parameters():,} parameters, "
+            f"{layers} layers{context}",
+            f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer):,} tokens, pads with {tokenizer.pad_token!r}",
+        ]
+
+
+class ImageKind:
+    """Image models."""
+
+    planner = ImagePlanner
+    prepare = staticmethod(prepare_image_run)
+    show_data = staticmethod(show_images)
+
+    @staticmethod
+    def task(config: RunConfig) -> type[ImageTask]:
+        return ImageTask
+
+    @staticmethod
+    def read_files(config: RunConfig) -> None:
+        """Read nothing: the pipeline is read with the data."""
+
+    @staticmethod
+    def has_weights(config: RunConfig) -> bool:
+        return True
+
+    @staticmethod
+    def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+        pipeline, side = read_pipeline(config.base_model, config.model), config.image.resolution
+        planner = ImagePlanner.of_run(machine, config, Prepared(None, pipeline, None))
+        return planner, [f"every image counts as {side} x {side}"]
+
+    @staticmethod
+    def describe(config: RunConfig, prepared: Prepared) -> tuple[Any, list[str]]:
+        model = ImageModel(prepared.model_config)
+        name = f"{type(model.denoiser).__name__} of {model.family.pipeline}"
+        return model, [f"model: {config.base_model}: {name}, {model.denoiser.num_parameters():,} parameters"]
+
+
+def kind_of(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
+    """Return the kind of a run's model, according to `task` or else to `base_model`."""
+    return ImageKind if is_pipeline(config) else LanguageKind

@@ -1,0 +1,158 @@
+"""What `zerolora inspect` shows of a run's data: of text (also pairs and text with images), and of images."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import RunConfig, UserError
+from trainer.config.errors import printable
+from trainer.config.types import AUTO
+from trainer.contract.standard_streams import PROGRESS
+from trainer.data import Batches, DataStats, PreparedData, Sample, Samples
+from trainer.data.records import PLAIN_TEXT
+from trainer.data.samples import decode_parts, split_documents
+from trainer.data.shared_prompts import measure_savings
+from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
+from trainer.setup.text_run import read_data
+from trainer.tasks.images.batches import draw_order
+from trainer.tasks.images.prepare import prepare_image_run
+
+# Documents shown per pack.
+SHOWN_DOCUMENTS = 2
+# Samples of a stream from which its statistics are computed.
+STREAM_EXAMPLES = 200
+# Characters shown per document of a step.
+SHOWN_CHARACTERS = 100
+
+
+def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
+    """Print the first samples, statistics and warnings, or a line for each document of a step (from 1)."""
+    PROGRESS.show(f"reading {config.base_model} and the data")
+    found = read_data(config)
+    tokenizer, data = found.tokenizer, found.data
+    if config.training.loss != "nll" or config.training.neftune_noise_alpha:
+        noise = config.training.neftune_noise_alpha
+        console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))
+    if step:
+        _show_step(config, data, tokenizer, console, step, ranks)
+    else:
+        _show_examples(data, tokenizer, console, examples=examples)
+    if config.preference.share_prompt and isinstance(data.train, Samples):
+        console.print(f"shared prompts: save {measure_savings(data.train):.1%} of the tokens")
+
+
+def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
+    if isinstance(data.train, Samples):
+        shown, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
+        seen = shown
+    else:
+        seen = list(islice(data.train.read(0), STREAM_EXAMPLES))
+        shown, stats = seen[:examples], _compute_stats(seen, data.stats)
+    for number, sample in enumerate(shown, start=1):
+        console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
+    for line in data.stats.lines():
+        style = "bold yellow" if line.startswith("warning: ") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+    if stats is not data.stats:
+        console.print(f"of the first {len(seen)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
+    for warning in warnings(stats):
+        console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+
+
+def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, step: int, ranks: int) -> None:
+    if not isinstance(data.train, Samples):
+        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
+    epoch, first, size = _find_step(config, len(data.train), step, ranks)
+    seed, shuffle = config.seed, config.dataset.shuffle
+    batches = Batches(data.train, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
+    for index in batches.order(epoch)[first : first + size].tolist():
+        for number, document in enumerate(split_documents(data.train[index])):
+            text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
+            place = f"sample {index}" + (f", document {number + 1}" if number else "")
+            console.print(
+                f"{place} ({len(document.input_ids)} tokens): {printable(text)[:SHOWN_CHARACTERS]}",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[int, int, int]:
+    """Return a step's epoch, its first place in the order of that epoch, and its number of samples."""
+    ranks = config.data_ranks(ranks)
+    training = resolve_global_batch(config, samples, ranks).training
+    if training.batch_size == AUTO:
+        raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
+    if (last := count_steps(training, samples, ranks)) is not None and step > last:
+        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
+    size = global_batch(training, ranks)
+    epoch, in_epoch = divmod(step - 1, steps_per_epoch(samples, size))
+    return epoch, in_epoch * size, size
+
+
+def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
+    """Print a line for each of the first images and statistics, or for each image of a step (from 1)."""
+    data = prepare_image_run(config, lambda line: None).data
+    samples = data.train
+    chosen: Iterable[int] = range(min(examples, len(samples)))
+    if step:
+        epoch, first, size = _find_step(config, len(samples), step, ranks)
+        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        chosen = order[first : first + size].tolist()
+    for index in chosen:
+        entry = samples[index]
+        (width, height), (left, top) = entry.original, entry.crop
+        cut = f", cut by {left} at each side" * (left > 0) + f", cut by {top} above and below" * (top > 0)
+        console.print(
+            f"{entry.name}: {width} x {height} as {entry.width} x {entry.height}{cut}: "
+            f"{samples.store.captions[entry.caption]!r}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for line in [] if step else data.stats.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def warnings(stats: DataStats) -> list[str]:
+    """Return warnings about probable mistakes in the loss masks: nothing or everything is trained."""
+    found = []
+    predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
+    if stats.target_tokens == 0:
+        found.append("0 % of the tokens are trained; check dataset.train_on and the examples above")
+    elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
+        found.append("100 % of the tokens are trained, prompts as well as answers; check dataset.train_on")
+    return found
+
+
+def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colours: bool) -> Panel:
+    text = Text()
+    documents = list(split_documents(sample))
+    for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
+        if index:
+            text.append("\n──── next document, masked from the one above ────\n", style="cyan")
+        for weight, part in decode_parts(document, tokenizer):
+            style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
+            part = f"{weight:g}: {part}" if 0 < weight < 1 else part
+            text.append(part if colours or not weight else f"⟦{part}⟧", style=style)
+    more = len(documents) - SHOWN_DOCUMENTS
+    if more > 0:
+        text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
+    tokens, trained_tokens = len(sample.input_ids), sum(weight > 0 for weight in sample.trained)
+    several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
+    fraction = trained_tokens / tokens if tokens else 0.0
+    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
+
+
+def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
+    documents = [document for sample in samples for document in split_documents(sample)]
+    return DataStats(
+        records=len(documents),
+        documents=len(documents),
+        samples=len(samples),
+        tokens=sum(len(document.input_ids) for document in documents),
+        target_tokens=sum(weight > 0 for document in documents for weight in document.trained[1:]),
+        max_length=whole.max_length,
+        prompt_text=whole.prompt_text,
+    )
