@@ -24,7 +24,7 @@ from trainer.data.cache import reference_samples
 from trainer.data.prepared import Prepared
 from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights
-from trainer.model.adapter_scale import SCALES, scaled_adapter
+from trainer.model.adapter_scale import scaled_adapter
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine
@@ -35,6 +35,8 @@ from trainer.run import Run
 from trainer.setup.preflight import prepare
 
 DOCUMENTS_FILE = "heldout_documents.json"
+SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Parts of an update from which the best is chosen."""
 
 
 def main(argv: list[str] | None = None) -> int:

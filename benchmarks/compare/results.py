@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.compare.measured_run import DOCUMENTS_FILE
+from benchmarks.compare.measured_run import DOCUMENTS_FILE, SCALES
 from benchmarks.compare.trials import Setting, Trial
 from trainer.config import UserError
-from trainer.model.adapter_scale import SCALES, best_scale, cross_validated_losses
 
 CONFIDENCE = 0.95
 MOMENTS = ("final", "best", "stopped", "scaled")
@@ -287,3 +286,16 @@ def _interval(value: float, draws: Values) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     return Interval(value / math.log(2), float(low) / math.log(2), float(high) / math.log(2))
+
+
+def best_scale(losses_FD: NDArray[np.float64]) -> int:
+    """Return the row with the lowest sum, of losses by factor F and document D."""
+    return int(np.argmin(losses_FD.sum(1)))
+
+
+def cross_validated_losses(losses_FD: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return each document's loss at the scale that is best on the half of the documents without it."""
+    chosen = np.empty(losses_FD.shape[1])
+    for half in (0, 1):
+        chosen[half::2] = losses_FD[best_scale(losses_FD[:, 1 - half :: 2]), half::2]
+    return chosen
