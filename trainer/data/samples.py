@@ -84,7 +84,9 @@ class Samples:
 
 def _numbers(array: Array) -> NDArray[Any]:
     # Arrow's `to_numpy` imports pandas, which takes half a second; DLPack has no single bits.
-    return np.from_dlpack(array.cast(int8()) if is_boolean(array.type) else array)
+    if is_boolean(array.type):
+        return np.from_dlpack(array.cast(int8())).astype(bool)
+    return np.from_dlpack(array)
 
 
 Gather = Callable[[Any], list[Any]]
