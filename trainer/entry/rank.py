@@ -15,7 +15,7 @@ from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
-from trainer.monitor.console import open_console
+from trainer.monitor.console import open_console, report_to_torchrun
 from trainer.parallel.ranks.agreement import decide_on_first_rank
 from trainer.parallel.ranks.group import Ranks, leave_process_group
 from trainer.parallel.ranks.progress import phase
@@ -125,6 +125,7 @@ def _train(
         return error.exit_code
     except Exception as error:  # traceback in the log, a message on the console, exit code 1
         traceback.print_exc()  # into this rank's log
+        report_to_torchrun(error)
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)

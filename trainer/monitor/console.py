@@ -134,6 +134,14 @@ def warn(console: Console, message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
+def report_to_torchrun(error: Exception) -> None:
+    """Under torchrun, record the error in the file from which torchrun prints the failed rank's traceback."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
 def _console(screen: _Screen | TextIO, width: int) -> Console:
     # A terminal of unknown size reports 0 columns.
     return Console(
