@@ -256,7 +256,10 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 
 
 def read_partition(t: Translation, name: str, value: Any) -> Any:
-    """Return such a configuration; None if it is a damaged file, or a missing one, from whose name the stage is set."""
+    """Return the configuration of DeepSpeed, FSDP or accelerate that `value` is or names.
+
+    None if its file is damaged, or missing; the name of a missing file sets the stage.
+    """
     if not isinstance(value, str):
         return value
     content = read_file(t, name, value, PARTITION)

@@ -245,7 +245,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
 
-    It is drawn from torch's generator, the state of which checkpoints hold. Passes without gradients have none.
+    Checkpoints hold the state of torch's generator, from which it is drawn. Passes without gradients have none.
     """
 
     def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

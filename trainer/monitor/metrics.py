@@ -26,7 +26,7 @@ from trainer.monitor.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 GPU_EVERY_S = 2.0
-"""Time between readings of the GPU's counters, each of which takes milliseconds."""
+"""Least time between readings of the GPU's counters, which take milliseconds."""
 
 
 def check_reporters(logging: LoggingSection) -> None:
