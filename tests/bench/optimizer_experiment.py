@@ -28,6 +28,9 @@ from benchmarks.compare.results import compute_t_quantile
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "lab" / "data" / "optimizers.json"
 NOTE = ROOT / "docs" / "lab" / "optimizers.md"
+MENU = ROOT / "mkdocs.yml"
+AFTER = "      - Preference training: lab/preference.md\n"
+NAV = "      - Optimizers: lab/optimizers.md\n"
 RATES: dict[str, tuple[float, ...]] = {
     "adamw": (3e-4, 1e-3, 3e-3),
     "adamw_8bit": (3e-4, 1e-3, 3e-3),
@@ -316,6 +319,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "note":
         NOTE.write_text(write_note())
+        menu = MENU.read_text()
+        if NAV not in menu:
+            MENU.write_text(menu.replace(AFTER, AFTER + NAV))
     else:
         experiment(options)
 
