@@ -40,9 +40,20 @@ NO_DROPOUT = (
     "embedding_dropout",
 )  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+            for name in ("sliding_attention", "full_attention")
+        },
+    },
     "cwm": {"bos_token_id": 1},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
     "falcon": {"head_dim": None},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 381, "<image>": 380}},
     "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
@@ -75,7 +86,7 @@ TOWER: dict[str, Any] = {
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "vision_output_dim": 32, "output_dim": 64,
     "projector_input_dim": 32, "projector_output_dim": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48, "num_layers": 2, "num_blocks": 2, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
-    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32,
+    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32, "base_channels": 32,
 }  # fmt: skip
 """Sizes of what sees images or hears sounds."""
 
