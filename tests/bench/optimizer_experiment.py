@@ -145,7 +145,8 @@ def by_rate(found: dict[str, Any], optimizer: str) -> dict[float, dict[int, floa
     for run in found["runs"]:
         if run["optimizer"] == optimizer:
             rates[run["rate"]][run["seed"]] = run["loss"]
-    return {rate: losses for rate, losses in sorted(rates.items()) if set(losses) == set(found["seeds"])}
+    kept = {rate: {seed: losses[seed] for seed in found["seeds"] if seed in losses} for rate, losses in rates.items()}
+    return {rate: losses for rate, losses in sorted(kept.items()) if losses and len(losses) == len(found["seeds"])}
 
 
 def best_rate(found: dict[str, Any], optimizer: str) -> float | None:
@@ -175,10 +176,13 @@ def collect(folder: Path, planned: list[tuple[str, float, int]], options: argpar
         for optimizer, rate, seed in planned
         if (folder / run_name(optimizer, rate, seed) / "adapter_model.safetensors").exists()
     ]
-    alone = {name: folder / f"alone-{name}" for name in options.optimizers}
+    names = options.optimizers
+    alone = {name: folder / f"alone-{name}" for name in names}
     times = {name: read_time(run) for name, run in alone.items() if (run / "adapter_model.safetensors").exists()}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    text = {"steps": options.steps, "seeds": options.seeds, "machine": card, "commit": commit, **versions}
+    # A seed that the limit cut off before the last optimizer does not count.
+    whole = [seed for seed in options.seeds if {run["optimizer"] for run in runs if run["seed"] == seed} >= {*names}]
+    text = {"steps": options.steps, "seeds": whole, "machine": card, "commit": commit, **versions}
     return text | {"times": times, "runs": runs}
 
 
