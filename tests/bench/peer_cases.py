@@ -102,7 +102,7 @@ def four_bit(folder: Path) -> Found:
     trainer = sft(folder, "four-bit", load={"quantization_config": quantized}, deepspeed=zero(3))
     trainer.train()
     held = whole = 0
-    weights = sum(each.numel() for each in load_plain(folder).parameters())
+    weights = count_weights(folder)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             continue
@@ -114,12 +114,11 @@ def four_bit(folder: Path) -> Found:
     return {"ok": held < 0.6 * whole, "result": shown}
 
 
-def load_plain(folder: Path) -> Any:
-    """Return the model on the meta device, to count its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def count_weights(folder: Path) -> int:
+    """Return the number of the base's weights."""
+    from safetensors.torch import load_file
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder / "model")))
+    return sum(each.numel() for each in load_file(folder / "model" / "model.safetensors").values())
 
 
 def other_ranks(folder: Path) -> Found:
