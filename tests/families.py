@@ -60,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "falcon": {"head_dim": None},
     "dots3_note_text": {"per_layer_config": {layer: SLIDING for layer in (1, 3)}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
     "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 32},
     "emu3": {"vocabulary_map": {"<|extra_200|>": 381, "<image>": 380}},
     "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -99,7 +100,7 @@ TOWER: dict[str, Any] = {
     "projector_input_dim": 32, "projector_output_dim": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48, "num_layers": 2, "num_blocks": 2, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
     "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32, "base_channels": 32,
-    "text_hidden_size": 64,
+    "text_hidden_size": 64, "adapter_out_dim": 64,
 }  # fmt: skip
 """Sizes of what sees images or hears sounds."""
 
