@@ -62,7 +62,7 @@ def write(found: dict[str, Any]) -> None:
         # One line per family if all of its cells are short.
         lines.append(f"  {kind}: {json.dumps(cells, ensure_ascii=False)}")
     DATA.write_text("\n".join(lines) + "\n")
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found | {"families": families}))
 
 
 def page(found: dict[str, Any]) -> str:
