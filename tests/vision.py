@@ -21,6 +21,11 @@ from trainer.setup.preflight import prepare
 
 TOWERS = r"model\.(visual|vision_tower|multi_modal_projector)\..*"
 """What is not the language model."""
+PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("visual.merger",)) | {
+    "qwen3_vl": ("visual.merger", "visual.deepstack_merger_list.0"),
+    "gemma3": ("multi_modal_projector",),
+}
+"""What maps image features to embeddings."""
 COLOURS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -140,7 +145,9 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
         config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
     set_seed(config.seed)
-    model, losses = with_adapter(model, config, TOWERS, []), list[float]()
+    kind, train = model.config.model_type, config.vision.train
+    excluded, in_full = "nothing" if train == "lora" else TOWERS, PROJECTORS[kind] if train == "projector" else ()
+    model, losses = with_adapter(model, config, excluded, [], in_full), list[float]()
     model.train()
     groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
     for samples in train_steps(groups, config, prepared, ranks=ranks):

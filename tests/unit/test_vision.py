@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from tests.runs_in_process import train as train_run
+from tests.saved_adapters import save_adapter
 from tests.tiny import make_model
 from tests.unit.test_multimodal import train
 from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
@@ -63,6 +64,33 @@ def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, r
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     assert trained and not any("visual" in name or "vision" in name or "projector" in name for name in trained)
     assert any("without adapter: " in line and "vis" in line for line in lines)
+
+
+@pytest.mark.parametrize("train_images", ["projector", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tower_and_projector_train_as_in_peft(family: str, train_images: str, root: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForMultimodalLM
+
+    config = run_config(root, family, vision__train=train_images, dataset__packing=True)
+    model, lines, losses = train(config)
+    assert losses == pytest.approx(plain_vision_losses(config), rel=1e-5)
+    assert losses != pytest.approx(train(run_config(root, family, dataset__packing=True))[2], rel=1e-5)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert any("visual" in name or "vision" in name for name in trained) == (train_images == "lora" or "qwen" in family)
+    assert any("without adapter" in line and "vis" in line for line in lines) == (train_images == "projector")
+    save_adapter(model, tmp_path)
+    base = AutoModelForMultimodalLM.from_pretrained(root / family, dtype=torch.float32)
+    loaded = {name: each for name, each in PeftModel.from_pretrained(base, tmp_path).named_parameters()}
+    assert all(torch.equal(loaded[name], each) for name, each in model.named_parameters() if name in trained)
+
+
+def test_parts_that_learn_from_images_need_images_in_the_data(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("what?")})
+    given: dict[str, Any] = {"train": "lora", "cache": True}
+    for name, value in given.items():
+        with pytest.raises(UserError, match=f"vision.{name}: has no effect, because no record of dataset has an image"):
+            prepare(run_config(root, "gemma3", dataset__path=str(file), **{f"vision__{name}": value}))
 
 
 def write_records(path: Path, *records: dict[str, Any]) -> Path:

@@ -11,6 +11,7 @@ from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImag
 from trainer.model.base import load_model_config
 from trainer.model.model_source import unreadable_error
 from trainer.model.published_shapes import is_random
+from trainer.model.targets import find_non_text_modules
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 """Model types with losses that tests compare with those of transformers and PEFT."""
@@ -72,6 +73,18 @@ def read_prompt_images(config: RunConfig, tokenizer: Any, files: Sequence[str]) 
             raise UserError(f"--image={files[0]}: {problem}")
         return None
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
+
+
+def trains_images(model: Any) -> bool:
+    """Return whether an adapted model trains parts of its image tower or projector."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if not hasattr(model, "get_base_model"):
+        return True
+    inner = model.get_base_model()
+    parts = [part for path in find_non_text_modules(inner) for part in inner.get_submodule(path).modules()]
+    return any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in parts)
 
 
 def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:

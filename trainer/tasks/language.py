@@ -20,7 +20,7 @@ from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
-from trainer.model.image_reader import image_inputs
+from trainer.model.image_reader import image_inputs, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
@@ -92,7 +92,8 @@ class LanguageTask(Task):
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
-        self._images = image_inputs(self._prepared.images, model, every_rank=self._config.zero.stage == 3)
+        every_rank = self._config.zero.stage == 3 or trains_images(model)
+        self._images = image_inputs(self._prepared.images, model, every_rank=every_rank)
         # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
         disable_varlen(model)
 
