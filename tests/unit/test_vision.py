@@ -18,6 +18,7 @@ from tests.unit.test_multimodal import train
 from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
 from trainer.commands import evaluate, generate, merge
 from trainer.config import RunConfig, UserError, load_config
+from trainer.data.image_features import FeatureFiles
 from trainer.data.image_parts import IMAGE, decode_image, read_stored
 from trainer.model.image_reader import FAMILIES
 from trainer.setup.preflight import prepare
@@ -83,6 +84,34 @@ def test_tower_and_projector_train_as_in_peft(family: str, train_images: str, ro
     base = AutoModelForMultimodalLM.from_pretrained(root / family, dtype=torch.float32)
     loaded = {name: each for name, each in PeftModel.from_pretrained(base, tmp_path).named_parameters()}
     assert all(torch.equal(loaded[name], each) for name, each in model.named_parameters() if name in trained)
+
+
+def recorded(folder: Path, name: str = "train/loss") -> list[float]:
+    records = (json.loads(line) for line in (folder / "metrics.jsonl").open())
+    return [record[name] for record in records if name in record]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_with_cached_features_are_those_with_the_tower(
+    family: str, packing: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = list[int]()
+    write, cache = FeatureFiles.write, tmp_path / "cache"
+    monkeypatch.setattr(FeatureFiles, "write", lambda *given: (computed.append(1), write(*given)))
+    changes = {"dataset__val_split": 4, "dataset__packing": packing, "dataset__cache_dir": str(cache)}
+    losses, held_out, counts = {}, {}, []
+    for name, cached in (("tower", False), ("first", True), ("again", True))[: 3 if family == "qwen3_vl" else 2]:
+        run = run_config(root, family, output_dir=str(tmp_path / name), vision__cache=cached, **changes)
+        (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+        train_run(tmp_path, logging__report_to="none", logging__run_name=name)
+        losses[name], held_out[name] = (recorded(Path(run.output_dir), each) for each in ("train/loss", "eval/loss"))
+        counts.append(len(computed))
+    files = list(cache.glob("features/*/*/*.safetensors"))
+    assert counts == [0, len(files), len(files)][: len(counts)] and len(files) > 5, "each image once, in the first run"
+    for found in (losses, held_out):
+        assert found["first"] == pytest.approx(found["tower"], rel=1e-6)
+        assert found.get("again", found["first"]) == found["first"]
 
 
 def test_parts_that_learn_from_images_need_images_in_the_data(root: Path, tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ class Samples:
         lengths, images = document_lengths(len(input_ids), rejected), (tuple(found),) if found else ()
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
+    def image_chunks(self) -> Iterator[list[bytes]]:
+        """Yield lists of the different images of all documents of the sources, held out or not."""
+        for chunk in self._documents.column("images").chunks:
+            yield chunk.flatten().unique().to_pylist()
+
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
         chunks = [self._documents.column(name).chunks for name in ("length", "targets")]

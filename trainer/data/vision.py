@@ -4,6 +4,7 @@ A model's own processor (transformers) makes both. Its image tokens carry no los
 """
 
 import io
+import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import xxhash
 
 from trainer.config import UserError
+from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
 
@@ -81,12 +83,12 @@ class ImageReader:
         return torch.isin(ids, torch.tensor(self.token_ids)).long()
 
     def empty_document(self) -> Sample:
-        """Return a document of a small grey image, without targets."""
+        """Return a document of a small image of noise, without targets."""
         from PIL import Image
 
         file = io.BytesIO()
-        Image.new("RGB", (32, 32), "grey").save(file, "PNG")
-        text = self.edits(self.token, [file.getvalue()], "an empty image")[0][0][2]
+        Image.frombytes("RGB", (32, 32), random.Random(0).randbytes(3 * 32 * 32)).save(file, "PNG")
+        text = self.edits(self.token, [file.getvalue()], "an image of noise")[0][0][2]
         ids = self._made_from[2](text, add_special_tokens=False)["input_ids"]
         return Sample(ids, [False] * len(ids), [len(ids)], images=((file.getvalue(),),))
 
@@ -160,6 +162,8 @@ class ImageInputs:
     """The model's `get_rope_index`, for positions in three dimensions."""
     empty: Sample | None = None
     """A document with an empty image for batches without images, if every rank must run the image tower."""
+    features: FeatureFiles | None = None
+    """What the tower has computed before training, in its place."""
 
     def fill(self, rows: Sequence[Sample]) -> Sequence[Sample]:
         """Return the rows of a batch, with `empty` if they have no image."""
@@ -170,13 +174,19 @@ class ImageInputs:
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}
-        found = self.reader.inputs(stored)
+        if self.features is None:
+            found = self.reader.inputs(stored)
+            grids = found.get(GRID)
+        else:
+            output, grids = self.features.read(stored)
+            found = {"mm_encoder_outputs": {"image": output}}
         if self.type_name is not None and position_ids is not None:
             found["attention_mask"] = self._masks(self.reader.types(batch_ids), position_ids)
         elif self.type_name is not None:
             found[self.type_name] = self.reader.types(batch_ids)
         if self.rope is not None:
-            positions = self._positions(batch_ids, position_ids, rows, found["image_grid_thw"])
+            assert grids is not None
+            positions = self._positions(batch_ids, position_ids, rows, grids)
             # transformers finds the documents of a pack by a fourth row.
             found["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return found

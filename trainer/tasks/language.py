@@ -20,7 +20,7 @@ from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
-from trainer.model.image_reader import image_inputs, trains_images
+from trainer.model.image_reader import cache_features, image_inputs, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
@@ -29,6 +29,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects
+from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention, disable_varlen
@@ -95,7 +96,8 @@ class LanguageTask(Task):
         every_rank = self._config.zero.stage == 3 or trains_images(model)
         self._images = image_inputs(self._prepared.images, model, every_rank=every_rank)
         # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
-        disable_varlen(model)
+        if self._images.type_name is not None or not self._config.vision.cache:
+            disable_varlen(model)
 
     def keep_embeddings(self) -> bool:
         rows = self._prepared.model_config.get_text_config().vocab_size
@@ -126,6 +128,10 @@ class LanguageTask(Task):
         self.flat_packs = flat and keep_documents_apart(*probed)
         if self._sequence is not None:
             check_parts(*probed, self._sequence)
+        if self._images is not None and config.vision.cache:
+            with phase("load"):
+                folder = Path(config.dataset.cache_dir).expanduser()
+                self._images = cache_features(self._images, engine.module, self._prepared.data.train, folder, self._say)
         for line in describe_separate_documents(engine.module):
             self._say(line)
         if varlen and not self.flat_packs:
