@@ -39,13 +39,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "text_config": {
-            "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+            "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
         },
         "vision_config": {
-            "depth": 4, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 256, "num_heads": 4,
-            "window_size": 112, "fullatt_block_indexes": [3], "patch_size": 14,
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2,
+            "window_size": 112, "fullatt_block_indexes": [1], "patch_size": 14,
         },
     },
 }  # fmt: skip
@@ -69,7 +69,9 @@ def make_model(folder: Path, shape: str) -> None:
     tokenizer.save_pretrained(folder)
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True))
-    config = AutoConfig.for_model("qwen2_5_vl", **SHAPES[shape], **ids, tie_word_embeddings=False)
+    text = SHAPES[shape]["text_config"] | {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    settings = SHAPES[shape] | {"text_config": text}
+    config = AutoConfig.for_model("qwen2_5_vl", **settings, **ids, tie_word_embeddings=False)
     on_gpu = torch.cuda.is_available()
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
