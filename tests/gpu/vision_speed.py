@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.vision import CHAT, PROCESSORS, QWEN_TOKENS
+from tests.vision import CHAT, PATCHES, QWEN_TOKENS
 
 BATCH, STEPS, WARM_UP, IMAGES = 4, 14, 5, 16
 QUESTION, ANSWER = 120, 280
@@ -76,7 +76,7 @@ def make_model(folder: Path, shape: str) -> None:
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     model.save_pretrained(folder)
-    processor = PROCESSORS["qwen2_5_vl"] | {"max_pixels": 1 << 24}
+    processor = {**PATCHES, "max_pixels": 1 << 24}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 

@@ -184,8 +184,9 @@ class DocumentEncoder:
         if not any(isinstance(side, Turns) and side.images for side in sides):
             return
         if self.images is None:
-            problem = "this model is not trained on images (see the guide on vision); use another, or remove the images"
-            raise UserError(f"{where}: has images, and {problem}")
+            problem = "this model is not trained on images"
+            fix = "use one of the table in docs/guide/vision.md, install what it names there, or remove the images"
+            raise UserError(f"{where}: has images, and {problem}; {fix}")
         if isinstance(example, Pair | Labelled):
             raise UserError(f"{where}: is preference data with images, which is not trained yet; use task: language")
 

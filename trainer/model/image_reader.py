@@ -26,7 +26,10 @@ from trainer.parallel.ranks.progress import phase
 
 SHOWN_EVERY = 100
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
+    "internvl",
+)  # fmt: skip
 """Model types with losses that tests compare with those of transformers and PEFT."""
 
 
@@ -51,10 +54,13 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     model_config = model_config or load_model_config(base_model, section)
     if is_random(base_model) or model_config.model_type not in FAMILIES:
         return None
-    known, revision = PROCESSOR_MAPPING[type(model_config)], section.revision or "main"
+    revision = section.revision or "main"
     try:
+        known = PROCESSOR_MAPPING[type(model_config)]
+        parts = known.get_attributes()
         images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
-    except OSError:  # a copy of the weights without preprocessor_config.json, for text alone
+    except (OSError, ImportError):
+        # A copy of the weights without preprocessor_config.json, or a processor that needs torchvision: text alone.
         return None
     except Exception as error:  # invalid values raise any exception
         raise unreadable_error("base_model", base_model, error) from None
@@ -62,7 +68,6 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         settings, _ = known.get_processor_dict(base_model, revision=revision)
     except OSError:  # older models have no processor_config.json
         settings = {}
-    parts = known.get_attributes()
     taken = [name for name in inspect.signature(known.__init__).parameters if name not in (*parts, "self", "kwargs")]
     kept = {name: value for name, value in settings.items() if name in taken and name != "chat_template"}
     try:
@@ -106,9 +111,13 @@ def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageI
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     taken = inspect.signature(inner.forward).parameters
     name = next((name for name in TYPE_NAMES if name in taken), None)
-    window = getattr(inner.config.get_text_config(), "sliding_window", None) or sys.maxsize
+    text = inner.config.get_text_config()
+    is_gemma_4 = text.model_type.startswith("gemma4")
+    if rope is not None or (is_gemma_4 and text.use_bidirectional_attention != "vision"):
+        name = None
+    window = getattr(text, "sliding_window", None) or sys.maxsize
     empty = reader.empty_document() if every_rank else None
-    return ImageInputs(reader, name if rope is None else None, window, rope, empty)
+    return ImageInputs(reader, name, window, not is_gemma_4, rope, empty)
 
 
 @torch.no_grad()
