@@ -1,5 +1,8 @@
 """Models of text and images on two ranks, which often have images at different times: the losses of plain PEFT."""
 
+import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +86,28 @@ def test_towers_and_projectors_train_as_in_plain_peft(family: str, train: str, r
     assert wanted != pytest.approx(runs[f"{family}-stage3"].losses, rel=1e-5)
     for name in (each for each in TRAINED if each.startswith(train)):
         assert runs[f"{family}-{name}"].losses == pytest.approx(wanted, rel=1e-5), name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("gather", ["stage3", "module"])
+def test_no_random_mixture_of_texts_and_images_hangs_at_stage_3(gather: str, tmp_path: Path) -> None:
+    """ZEROLORA_MIXTURE_STEPS steps, by default 10,000; a rank often has images when the other one has none."""
+    steps = int(os.environ.get("ZEROLORA_MIXTURE_STEPS", "10000"))
+    (tmp_path / "model").mkdir()
+    make_vision_model(tmp_path / "model", "qwen2_5_vl", num_hidden_layers=2)
+    write_vision_chats(tmp_path, 61, text_only=0.5)
+    (tmp_path / "held").mkdir()
+    write_vision_chats(tmp_path / "held", 3, seed=1)
+    runs = [
+        case(
+            "mixture", base_model="model", **PLACES[gather], vision__train="lora", training__save_steps=0,
+            **COMMON | {"training__max_steps": steps, "training__learning_rate": 1e-4},
+        )
+    ]  # fmt: skip
+    launch(tmp_path, 2, runs, environment(), timeout_s=3 * 3600)
+    losses = Matrix(tmp_path, runs)["mixture"].losses
+    assert len(losses) == steps and all(map(math.isfinite, losses))
+    assert len({round(loss, 5) for loss in losses[-61:]}) > 20, "mixtures that differ"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

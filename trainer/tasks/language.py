@@ -14,6 +14,7 @@ from rich.markup import escape
 from ops.head import LossKind
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
+from trainer.data.image_parts import thumbnail
 from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
@@ -210,7 +211,7 @@ class LanguageTask(Task):
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
             shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
-            folder.save_examples([(name, list(decode_parts(document, tokenizer))) for name, document in shown])
+            folder.save_examples([(name, _show(document, tokenizer)) for name, document in shown])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
@@ -233,3 +234,9 @@ class LanguageTask(Task):
 
     def card(self, run_dir: Path, name: str) -> str:
         return model_card(self._config, run_dir, read_metrics(run_dir), name=name)
+
+
+def _show(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
+    """Return the texts of a document with their weights, and its images."""
+    images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
+    return [*decode_parts(document, tokenizer), *images]
