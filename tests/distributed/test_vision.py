@@ -93,14 +93,14 @@ def test_towers_and_projectors_train_as_in_plain_peft(family: str, train: str, r
 def test_no_random_mixture_of_texts_and_images_hangs_at_stage_3(gather: str, tmp_path: Path) -> None:
     """ZEROLORA_MIXTURE_STEPS steps, by default 10,000; a rank often has images when the other one has none."""
     steps = int(os.environ.get("ZEROLORA_MIXTURE_STEPS", "10000"))
-    (tmp_path / "model").mkdir()
-    make_vision_model(tmp_path / "model", "qwen2_5_vl", num_hidden_layers=2)
+    (tmp_path / "images").mkdir()
+    make_vision_model(tmp_path / "images", "qwen2_5_vl", num_hidden_layers=2)
     write_vision_chats(tmp_path, 61, text_only=0.5)
     (tmp_path / "held").mkdir()
     write_vision_chats(tmp_path / "held", 3, seed=1)
     runs = [
         case(
-            "mixture", base_model="model", **PLACES[gather], vision__train="lora", training__save_steps=0,
+            "mixture", base_model="images", **PLACES[gather], vision__train="lora", training__save_steps=0,
             **COMMON | {"training__max_steps": steps, "training__learning_rate": 1e-4},
         )
     ]  # fmt: skip

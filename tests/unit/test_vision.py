@@ -394,7 +394,8 @@ def test_the_report_and_inspect_show_images(root: Path, tmp_path: Path, capsys: 
 
 def test_the_estimate_counts_the_activations_of_the_tower(root: Path) -> None:
     found, images = {}, 1_000_000
-    for name, changes in {"none": {}, "lora": {"vision__train": "lora"}, "cache": {"vision__cache": True}}.items():
+    cases: dict[str, Any] = {"none": {}, "lora": {"vision__train": "lora"}, "cache": {"vision__cache": True}}
+    for name, changes in cases.items():
         config = run_config(root, "gemma3", **changes)
         planner = Planner.of_run(Machine.assumed(1, "bf16"), config, prepare(config))
         assert 4 <= planner.lengths.images <= 8, "one or two images of four tokens"
