@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.config.image_section import ImageSection
-from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection, VisionSection
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import PathText
 from trainer.config.preference_section import PreferenceSection, RewardSection
@@ -202,6 +202,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
+    vision: Annotated[VisionSection, LANGUAGE] = VisionSection()
     dataset: DatasetSection
     preference: Annotated[PreferenceSection, Needs("task", ("preference",))] = PreferenceSection()
     reward: Annotated[RewardSection, Needs("task", ("reward",))] = RewardSection()
@@ -222,8 +223,11 @@ class RunConfig(Section):
         return max(1, ranks // self.parallel.sequence)
 
     @model_validator(mode="after")
-    def _give_score_head(self) -> "RunConfig":
+    def _share_settings(self) -> "RunConfig":
         if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations
             self.__dict__["model"] = self.model.model_copy()
             self.model._has_score = True
+        if self.vision.train != "none":
+            self.__dict__["lora"] = self.lora.model_copy()
+            self.lora._image_parts = self.vision.train
         return self
