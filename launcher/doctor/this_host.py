@@ -18,6 +18,7 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
+from trainer.contract.bytecode import missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
@@ -52,6 +53,11 @@ def check_packages() -> Iterator[Check]:
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", state)
+    if without := missing_bytecode():
+        found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
+        yield Check("bytecode", "WARN", found, "python -m trainer.contract.bytecode, as the user who installed them")
+    else:
+        yield Check("bytecode", "OK", "compiled")
     for found in describe_untested():
         fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
