@@ -156,6 +156,11 @@ def context_length(model_config: Any) -> int | None:
     return int(length) if length and length > 0 else None
 
 
+def has_rotary_positions(model_config: Any) -> bool:
+    """Return whether positions beyond `context_length` can be computed, instead of being rows of a table."""
+    return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
+
+
 def load_base_model(
     base_model: str,
     section: ModelSection,
