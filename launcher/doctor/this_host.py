@@ -53,14 +53,17 @@ def check_packages() -> Iterator[Check]:
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", state)
-    if without := missing_bytecode():
-        found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
-        yield Check("bytecode", "WARN", found, "python -m trainer.contract.bytecode, as the user who installed them")
-    else:
-        yield Check("bytecode", "OK", "compiled")
     for found in describe_untested():
         fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
+
+
+def check_bytecode() -> Check:
+    """Check that Python need not compile the large libraries when ranks start."""
+    if without := missing_bytecode():
+        found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
+        return Check("bytecode", "WARN", found, "python -m trainer.contract.bytecode, as the user who installed them")
+    return Check("bytecode", "OK", "compiled")
 
 
 def _check_dependencies() -> Iterator[Check]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.doctor.this_host import check_packages
+from launcher.doctor.this_host import check_bytecode
 from trainer.contract import bytecode
 
 IMPORTED = """
@@ -47,7 +47,7 @@ def test_missing_bytecode_is_compiled_in_the_background(
     tmp_path: Path, empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bytecode.missing_bytecode() == ["torch", "transformers", "deepspeed"]
-    found = {check.name: check for check in check_packages()}["bytecode"]
+    found = check_bytecode()
     assert found.state == "WARN" and found.found.startswith("none for torch, transformers, deepspeed: ")
     # As in an environment of another user: bytecode goes to the cache folder, and the next process finds it there.
     monkeypatch.setattr(sys, "pycache_prefix", None)
