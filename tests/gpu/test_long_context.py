@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.bench.long_context import VARIANTS, build, one_pass
+from trainer.patches import recompute
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -32,3 +33,19 @@ def test_host_memory_frees_the_inputs_of_all_but_two_layers() -> None:
         peaks.append(torch.cuda.max_memory_allocated())
         del model
     assert peaks[0] - peaks[1] > 5 * 2**26
+
+
+@pytest.mark.parametrize("room", [0, 3])
+def test_inputs_without_room_in_host_memory_stay_on_the_device(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight inputs of 64 MiB, the host takes none or the first three; gradients are the same."""
+    whole = one_pass(build("tinyllama-1.1b", 8, CUDA, VARIANTS["tiles, host"]), 16_384).float()
+    taken = []
+
+    def free_host_memory() -> int:
+        taken.append(2**26 if sum(taken) < room * 2**26 else 0)
+        return taken[-1]
+
+    monkeypatch.setattr(recompute, "free_host_memory", free_host_memory)
+    found = one_pass(build("tinyllama-1.1b", 8, CUDA, VARIANTS["tiles, host"]), 16_384).float()
+    assert float((found - whole).norm() / whole.norm()) < 1e-2
+    assert sum(taken) == room * 2**26 and len(taken) >= 8

@@ -33,6 +33,8 @@ class Work:
     training: TrainingSection
     reference_rows: int = 0
     """Rows of reference text; their separate forward pass is kept until the backward pass of both."""
+    host_room: int | None = None
+    """Bytes of host memory for offloaded activations; None: any amount."""
 
     @property
     def larger_pass(self) -> int:
@@ -103,17 +105,25 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     some = training.gradient_checkpointing_layers or len(layers)
     count = 0 if selective or training.gradient_checkpointing == "none" else some
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
+    on_host = _fit_inputs(inputs, work.host_room) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
-    in_flight = 2 * max(inputs, default=0) if training.offload_activations else 0
+    in_flight = min(2 * max(inputs, default=0), on_host)
     behind = sum(layer.kept for layer in layers[count:])
     if selective:
-        kept = behind - (sum(inputs) - in_flight if training.offload_activations else 0)
+        kept = behind - on_host + in_flight
     else:
-        kept = behind + (in_flight if training.offload_activations else sum(inputs))
+        kept = behind + sum(inputs) - on_host + in_flight
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
     needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
-    on_host = sum(inputs) if training.offload_activations else 0
     return Seen(kept, int(max(needs, default=0)), on_host)
+
+
+def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
+    """Return the bytes of layer inputs that host memory has room for; the others stay on the device."""
+    total = 0
+    for size in inputs:
+        total += size if room is None or total + size <= room else 0
+    return total
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:

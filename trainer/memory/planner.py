@@ -14,7 +14,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Seen, Work, add_layers, tower_activations
-from trainer.memory.bytes import GIB, Estimate, estimate
+from trainer.memory.bytes import GIB, Estimate, estimate, offloaded
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
@@ -260,6 +260,9 @@ class Planner:
         """Return the sizes and kernels of one micro-step."""
         training = config.training
         kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
+        room = self.machine.host_room
+        if room is not None:
+            room = max(0, room - offloaded(self.shapes, self._placement(config, decided)))
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
@@ -271,6 +274,7 @@ class Planner:
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             training=training,
+            host_room=room,
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
