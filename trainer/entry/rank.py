@@ -24,6 +24,7 @@ from trainer.parallel.ranks.training_process import LAUNCHER_WATCH
 from trainer.parallel.ranks.watchdog import Watchdog
 from trainer.run import Run
 from trainer.setup.preflight import check_folder, prepare
+from trainer.together import Together
 
 
 def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
@@ -105,7 +106,8 @@ def _train(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    run = Run(
+    kind = Together if loaded.config.runs else Run
+    run = kind(
         loaded,
         prepared,
         ranks,
