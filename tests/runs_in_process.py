@@ -23,6 +23,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
 from trainer.setup.preflight import prepare
+from trainer.together import Together
 
 
 def make_ground(folder: Path) -> Path:
@@ -90,7 +91,8 @@ def train_alone(ground: Path, **overrides: Any) -> str:
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"
     with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
-        run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
+        kind = Together if loaded.config.runs else Run
+        run = kind(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
         try:
             run.train()
         finally:

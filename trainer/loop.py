@@ -51,6 +51,8 @@ class Loop:
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
+        self.latest: StepResult | None = None
+        """Result of the last finished step."""
         # Step, its numbers, and metrics known at its launch.
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._before: StepInFlight | None = None
@@ -179,6 +181,7 @@ class Loop:
             return
         (step, launched, known), self._in_flight = self._in_flight, None
         position, result = self.position, launched.result()
+        self.latest = result
         self._check_finite(step, result)
         if result.applied:
             self._context.schedule.step()

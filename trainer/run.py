@@ -223,7 +223,7 @@ class Run:
         )  # fmt: skip
         recovery = Recovery(config, self.ranks.world_size, kind_of(config).planner)
         parts = engine, loss, self.batches, self.ranks, self.schedule
-        context = StepContext(*parts, recovery)
+        context = StepContext(*parts, recovery, self.steering)
         if alone:
             context = StepContext.for_run(recovery, *parts, self.steering, self.say)
         return Loop(

@@ -92,7 +92,7 @@ class Together:
         self._ranks, self._stop, self._verbose = ranks, stop, verbose
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self._folder = Path(self.config.output_dir)
-        self._display = Display(console, self.config.logging.progress, total_steps=1) if ranks.is_main else None
+        self._console = console
         self.runs: list[Run] = []
         for config, own in zip(self.config.runs, prepared.adapters, strict=True):
             quiet = apply_changes(config, {"logging.progress": "off"})
@@ -105,6 +105,7 @@ class Together:
         self._join()
         for run in self.runs:
             run.find_checkpoint()
+        self._record({})
         lead = self.runs[0]
         lead.builder = self._builder
         engine = lead._start_engine(lead._build_model())
@@ -124,8 +125,10 @@ class Together:
             with choice.only(member.adapter):
                 run.begin(own)
                 run.folder.adapter_form(own)
-        self._record({})
+        progress = self.config.logging.progress if self._ranks.is_main else "off"
+        self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
         self._train_steps()
+        self._display.stop()
         engine.destroy()
         for member in self._members:
             if member.is_over or self._stop:
@@ -239,10 +242,11 @@ class Together:
         counts = _count(batches, wants, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
-        sums = torch.zeros(len(active), 2, device=device, dtype=torch.float64)
+        sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
         for index in range(micro_steps):
-            self._micro_step(active, [each[index] for each in batches], scales, sums)
-            if index == micro_steps - 1:
+            is_last = index == micro_steps - 1
+            self._micro_step(active, [each[index] for each in batches], scales, sums, micro_steps if is_last else 0)
+            if is_last:
                 own = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
                 sums[:, 1] = own
                 sum_over_ranks(sums)
@@ -252,14 +256,23 @@ class Together:
                 engine.step()
         self._guard.check()
         norms = torch.stack([self._guard.norms[member.number] for member in active]).double().to(device)
-        columns = [sums[:, 0], norms, torch.isfinite(norms).double(), sums[:, 1], own.double()]
+        applied = torch.isfinite(norms)
+        for number, member in enumerate(active):
+            if (steering := member.run.steering) is not None:
+                step = member.run.position.step + 1
+                steering.observe(step, sums[number, 0], counts[number, 0], sums[number, 2], applied[number])
+        columns = [sums[:, 0], norms, applied.double(), sums[:, 1], own.double()]
         numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
         return [StepInFlight(row) for row in numbers], [used for _, used in fetched]
 
     def _micro_step(
-        self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor
-    ) -> None:
-        """Run forward and backward pass of all adapters' rows, and add the loss of each to `sums`."""
+        self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
+        penalized: int,
+    ) -> None:  # fmt: skip
+        """Run forward and backward pass of all adapters' rows, and add the loss of each to `sums`.
+
+        `penalized` is the number of micro-steps in the last one, to which the penalties of the SCU are added.
+        """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
         padding = int(active[0].run.prepared.tokenizer.pad_token_id)
@@ -274,20 +287,31 @@ class Together:
             total = (losses * scales).sum()
             # Every buffer has a gradient on every rank, also that of an adapter that waits.
             total = total + sum(buffer.narrow(0, 0, 0).sum() for buffer in flat.buffers)
+            for number, member in enumerate(active):
+                if penalized and (steering := member.run.steering) is not None:
+                    total = total + steering.penalty(member.run.position.step + 1) * penalized
+                    sums[number, 2] = steering.measured_local()
             with phase("backward"):
                 engine.backward(total)
 
     def _show(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
+        """Show the mean loss of the adapters; their own values are in the metrics of each."""
         done = max(member.run.position.step for member in active)
+        losses = [found.loss for member in active if (found := member.run.loop.latest) is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
         for hook in hooks:
-            hook.after_step(FinishedStep(done, math.nan, math.nan, 0.0, True))
-        if self._display is not None and done % self.config.training.logging_steps == 0:
-            self._display.update(done, {})
+            hook.after_step(FinishedStep(done, loss, math.nan, 0.0, is_logged=True))
+        self._display.update(done, {"train/loss": loss})
+        if done % self.config.training.logging_steps == 0:
+            self._display.print_line(done, {"train/loss": loss})
 
     def _record(self, codes: dict[int, int]) -> None:
         """Record the folders and exit codes of the adapters, for `zerolora sweep --table`."""
         if not self._ranks.is_main:
             return
+        if self._lock is not None:
+            self._lock.check()
+        self._folder.mkdir(parents=True, exist_ok=True)
         for number, run in enumerate(self.runs):
             if number in codes or not codes:
                 entry = self.config.adapters[number]

@@ -13,6 +13,8 @@ from tests.distributed.plan import case
 pytestmark = pytest.mark.distributed
 
 RANKS, EXACT = 2, 1e-6
+ROUNDED = 1e-3
+"""With FP8, where a difference in the last bit of an activation may round it to a neighbour."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "other": {
@@ -88,15 +90,16 @@ def records(folder: Path) -> list[dict[str, float]]:
 def test_an_adapter_is_that_of_its_run_alone(runs: Matrix, kind: str, name: str) -> None:
     together, alone = runs[f"{kind}-together"].folder / name, runs[f"{kind}-{name}"].folder
     found, expected = records(together), records(alone)
+    allowed = ROUNDED if kind == "fp8" else EXACT
     for metric in ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss", "train/target_tokens"):
         values, wanted = ([line[metric] for line in lines if metric in line] for lines in (found, expected))
-        assert values == pytest.approx(wanted, rel=EXACT, abs=EXACT), metric
+        assert values == pytest.approx(wanted, rel=allowed, abs=allowed), metric
     assert len([line for line in found if "train/loss" in line]) == ADAPTERS[name].get("training.max_steps", 4)
     for file in ("adapter_model.safetensors", "checkpoint-2/adapter_model.safetensors"):
         factors, wanted_factors = load_file(together / file), load_file(alone / file)
         assert factors.keys() == wanted_factors.keys()
         for key, factor in factors.items():
-            assert (factor - wanted_factors[key]).abs().max() <= EXACT, key
+            assert (factor - wanted_factors[key]).abs().max() <= allowed, key
         assert any(factor.any() for key, factor in factors.items() if "lora_B" in key), "nothing was learned"
     settings, wanted_settings = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (together, alone)
