@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.config import LoadedConfig, UserError
-from trainer.config.sections import RunConfig
+from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.json_records import SweptRun, write_sweep
+from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.data.batches import MicroBatch, merge_batches
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.planner import apply_changes
+from trainer.memory.planner import apply_changes, combine_adapters
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.console import Output
@@ -132,6 +132,7 @@ class Together:
         engine.destroy()
         for member in self._members:
             if member.is_over or self._stop:
+                member.run.say.is_starting = not self._verbose  # a table of all follows
                 member.run.finish()
         self._report()
 
@@ -158,7 +159,7 @@ class Together:
             )
         kind = kind_of(config)
         longest = max(self.runs, key=lambda run: _longest(run.prepared))
-        whole = combined_config(config, own, on_gpu=device.type == "cuda")
+        whole = combine_adapters(config, own, on_gpu=device.type == "cuda")
         memory = plan_memory(kind.planner, whole, longest.prepared, ranks, device, precision)
         for note in memory.notes:
             self.say(note)
@@ -312,15 +313,17 @@ class Together:
         if self._lock is not None:
             self._lock.check()
         self._folder.mkdir(parents=True, exist_ok=True)
+        known = {run.folder: run for run in read_sweep(self._folder)}  # by `zerolora sweep --together`
         for number, run in enumerate(self.runs):
             if number in codes or not codes:
-                entry = self.config.adapters[number]
-                settings = [f"{name}={value}" for name, value in entry.items() if name != "name"]
-                write_sweep(self._folder, [SweptRun(run.config.output_dir, "", codes.get(number), settings)])
+                folder = str(Path(run.config.output_dir).absolute())
+                settings = [f"{name}={value}" for name, value in flatten_entry(self.config.adapters[number])][1:]
+                entry = known.get(folder, SweptRun(folder, settings=settings))
+                write_sweep(self._folder, [replace(entry, exit_code=codes.get(number))])
 
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
-        if self._ranks.is_main and not self._stop:
+        if self._ranks.is_main and not self._stop and not any(run.digest for run in read_sweep(self._folder)):
             from trainer.commands.sweep_table import PAGE, read_outcomes, show, write_page
 
             outcomes = read_outcomes(self._folder)
@@ -343,26 +346,6 @@ def _count(
         rows.append([*map(sum, zip(*sizes, strict=True)), *asked])
     counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
-
-
-def combined_config(config: RunConfig, own: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
-    """Return the configuration with which all adapters are built, and their memory estimated: one of their ranks' sum.
-
-    Its micro-batch has the rows of all. On a CPU, where a run alone has PEFT's layers, the operators are plain torch.
-    """
-    first = own[0]
-    whole = config.model_copy(update={"lora": first.lora, "dataset": first.dataset, "training": first.training})
-    changes: dict[str, Any] = {
-        "lora.r": sum(each.lora.r for each in own),
-        "lora.rank_pattern": {},
-        "dataset.max_length": max(each.dataset.max_length for each in own),
-        "training.batch_size": sum(each.training.batch_size for each in own),
-        "training.global_batch_size": None,
-        "training.cuda_graphs": "off",
-    }
-    if config.ops.backend == "auto" and not on_gpu:
-        changes["ops.backend"] = "reference"
-    return apply_changes(whole, changes)
 
 
 def _longest(prepared: Prepared) -> int:

@@ -13,8 +13,9 @@ from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.together import Together
 
 EXACT = 1e-6
-SLOW, FAST = {"name": "slow"}, {"name": "fast", "training.learning_rate": 3e-3, "seed": 5, "lora.r": 8}
-LATE = {"name": "late", "training.max_steps": 6, "seed": 9}
+SLOW: dict[str, Any] = {"name": "slow"}
+FAST: dict[str, Any] = {"name": "fast", "training.learning_rate": 3e-3, "seed": 5, "lora.r": 8}
+LATE: dict[str, Any] = {"name": "late", "training.max_steps": 6, "seed": 9}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_an_adapter_continues_alone_from_a_common_run(ground: Path, references: 
 @pytest.mark.parametrize("measure", ["delta", "factors"])
 def test_each_adapter_has_its_own_controller(ground: Path, measure: str) -> None:
     common, target = {"scu.enabled": True, "scu.measure": measure}, 0.02 if measure == "delta" else 0.99
-    steered = [
+    steered: list[dict[str, Any]] = [
         {**FAST, **common, "scu.law": "published", "scu.target": target, "name": "pi"},
         {**SLOW, **common, "scu.controller": "fixed", "scu.lambda_start": 50.0, "name": "fixed"},
         LATE,

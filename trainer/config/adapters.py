@@ -29,8 +29,8 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
     names: set[str] = set()
     for index, entry in enumerate(adapters):
         name = entry.get("name")
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+-]{0,99}", name):
-            fix = "write `name: ...` with letters, digits and . _ - =, the name of its folder"
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+,-]{0,99}", name):
+            fix = "write `name: ...` with letters, digits and . , _ - = +, the name of its folder"
             yield Mistake(f"adapters.{index}.name", name, "must name the adapter", fix)
         elif name.lower() in names or name == "logs":
             yield Mistake(f"adapters.{index}.name", name, "is used already", "give each adapter a name of its own")

@@ -62,6 +62,7 @@ class UpdateGuard:
             self._measured, self._updated = [], 0
 
 
+@replaces("`get_grad_norm_direct`")
 class AdapterGuard:
     """Clips each adapter's gradient by its own norm, and updates only the adapters with a finite one."""
 
