@@ -86,26 +86,14 @@ def sweep(
             f"{submit_options[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm"
         )
     runs = plan_runs(config, axes, fixed, folder)
+    if together and (slurm or gpus_per_run is not None):
+        raise UserError("zerolora sweep --together: one run has all GPUs; remove --slurm or --gpus-per-run")
     if slurm:
-        tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
-        _report_finished(runs)
-        if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in submit_options):
-            submit_options += ["--array", ",".join(tasks)]
-        if not tasks and not dry_run:
-            become_module("trainer.commands.sweep_table", [str(folder)])
-        words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *submit_options]
-        if dry_run:
-            if tasks:
-                typer.echo(shlex.join(["zerolora", *words]))
-            return
-        record_runs(folder, runs)
-        say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
-        os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
+        _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
+        return
     gpus = visible_gpus()
     if together:
-        if gpus_per_run is not None:
-            raise UserError(f"--gpus-per-run {gpus_per_run}: a run of --together has all GPUs; remove one of them")
-        runs = combine_runs(config, runs, fixed, folder, first_gpu=next(iter(gpus), None), dry_run=dry_run)
+        runs = combine_runs(config, runs, fixed, folder, gpus, dry_run=dry_run)
     slots = split_gpus(gpus, gpus_per_run)
     if dry_run:
         for run in runs:
@@ -113,6 +101,27 @@ def sweep(
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
     become_module("trainer.commands.sweep_table", [str(folder)])
+
+
+def _submit_array(
+    config: Path, runs: list[Run], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
+    *, dry_run: bool,
+) -> None:  # fmt: skip
+    """Submit the unfinished runs as an array of jobs, with further options of `zerolora submit`."""
+    tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
+    _report_finished(runs)
+    if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
+        options += ["--array", ",".join(tasks)]
+    if not tasks and not dry_run:
+        become_module("trainer.commands.sweep_table", [str(folder)])
+    words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
+    if dry_run:
+        if tasks:
+            typer.echo(shlex.join(["zerolora", *words]))
+        return
+    record_runs(folder, runs)
+    say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -150,7 +159,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 
 
 def combine_runs(
-    config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, *, first_gpu: int | None, dry_run: bool
+    config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
 ) -> list[Run]:
     """Return runs with `adapters`, of equally many of these runs each, the fewest that fit a GPU by the estimate."""
     waiting = [run for run in runs if run.exit_code is None]
@@ -161,7 +170,7 @@ def combine_runs(
     for parts in range(1, len(waiting) + 1):
         size = -(-len(waiting) // parts)
         words = _settings_together(waiting[:size], fixed, folder)
-        if first_gpu is None or _fits(config, words, first_gpu):
+        if not gpus or _fits(config, words, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
     say(f"{len(waiting)} runs as {len(groups)}, with up to {size} adapters each")

@@ -72,11 +72,11 @@ def work(arguments: argparse.Namespace) -> None:
 
     from tests.engine import one_rank
     from trainer.config import load_config
+    from trainer.joint_run import JointRun
     from trainer.parallel.ranks.group import Ranks
     from trainer.parallel.ranks.signals import StopRequest
     from trainer.run import Run
     from trainer.setup.preflight import prepare
-    from trainer.together import Together
 
     [base], folder = arguments.base, arguments.worker
     adapter, length = BASES[base][0], arguments.length or BASES[base][1]
@@ -100,7 +100,7 @@ def work(arguments: argparse.Namespace) -> None:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     loaded = load_config(file, arguments.overrides)
-    kind = Together if loaded.config.runs else Run
+    kind = JointRun if loaded.config.runs else Run
     with (folder / "console.txt").open("w") as console, one_rank(folder):
         run = kind(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=console), StopRequest())
         run.train()
@@ -119,8 +119,8 @@ def work(arguments: argparse.Namespace) -> None:
 
 def table(results: dict[tuple[str, str], dict[str, float]], adapters: int) -> str:
     lines = [
-        f"| base | one, ms | {adapters} together, ms | speedup | one with as many tokens, ms | one, GiB | together, GiB "
-        "| as many tokens, GiB |",
+        f"| base | one, ms | {adapters} together, ms | speedup | one with as many tokens, ms "
+        "| one, GiB | together, GiB | as many tokens, GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for base in dict.fromkeys(base for base, _ in results):

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
+from trainer.joint_run import JointRun
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
-from trainer.together import Together
 
 EXACT = 1e-6
 SLOW: dict[str, Any] = {"name": "slow"}
@@ -54,16 +54,16 @@ def references(ground: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_nan_in_one_adapter_touches_no_other(ground: Path, monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
-    launch = Together._launch
+    launch = JointRun._launch
 
-    def poison(self: Together, active: Any) -> Any:
+    def poison(self: JointRun, active: Any) -> Any:
         if self.runs[1].position.step == 2:
             flat = find_flat_adapter(self._engine.module)
             assert flat is not None
             flat.buffers[1].data.fill_(torch.nan)
         return launch(self, active)
 
-    monkeypatch.setattr(Together, "_launch", poison)
+    monkeypatch.setattr(JointRun, "_launch", poison)
     name = f"poisoned-{packing}"
     with pytest.raises(FloatingPointError, match="1 of 3 adapters failed: fast"):
         together(ground, name, [SLOW, FAST, LATE], dataset__packing=packing)

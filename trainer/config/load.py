@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.adapters import split_adapters
+from trainer.config.adapter_entries import split_adapters
 from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.checks import unusual_settings
 from trainer.config.command_line import parse_override

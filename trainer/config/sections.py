@@ -226,7 +226,7 @@ class RunConfig(Section):
 
     @property
     def runs(self) -> "tuple[RunConfig, ...]":
-        """The configurations of `adapters`, each as that of a run alone (trainer/config/adapters.py)."""
+        """The configurations of `adapters`, each as that of a run alone (trainer/config/adapter_entries.py)."""
         return self._runs
 
     def data_ranks(self, ranks: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.commands.sweep_table import PAGE, read_outcomes, show, write_page
 from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
@@ -80,7 +81,7 @@ class _Member:
     failure: FloatingPointError | None = None
 
 
-class Together:
+class JointRun:
     """Trains the adapters of a run in common passes, on one rank."""
 
     def __init__(
@@ -324,8 +325,6 @@ class Together:
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
         if self._ranks.is_main and not self._stop and not any(run.digest for run in read_sweep(self._folder)):
-            from trainer.commands.sweep_table import PAGE, read_outcomes, show, write_page
-
             outcomes = read_outcomes(self._folder)
             show(self.say.console, outcomes)
             if any(found.loss is not None for found in outcomes):
