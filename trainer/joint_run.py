@@ -7,6 +7,7 @@ run alone. Every folder is that of a run alone as well: an adapter may resume wi
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,9 +133,11 @@ class JointRun:
         self._display.stop()
         engine.destroy()
         for member in self._members:
-            if member.is_over or self._stop:
+            if member.failure is None:
                 member.run.say.is_starting = not self._verbose  # a table of all follows
                 member.run.finish()
+            else:
+                member.run.close()
         self._report()
 
     def close(self) -> None:
@@ -175,48 +178,65 @@ class JointRun:
 
     def _train_steps(self) -> None:
         hooks: list[Hook] = [StartReport(self.say)]
-        if all(member.run.loop.continues for member in self._members):
+        if not any(member.run.loop.is_done for member in self._members):
             hooks.append(FirstGradients(GradientCheck(self._engine.module, finite=False)))
         self._stop.training = True
         self._engine.train()
-        with exclude_from_garbage_collection():
-            while active := self._active():
-                for member in active:
-                    member.run.loop.before_step()
-                first = active[0].run
-                recovery = Recovery(first.config, self._ranks.world_size, kind_of(first.config).planner)
-                step = first.position.step + 1
-                launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
-                for hook in hooks:
-                    hook.after_launch(step)
-                for member, one, used in zip(active, launched, consumed, strict=True):
-                    self._for(member, partial(Loop.follow, launched=one, consumed=used))
-                    self._for(member, Loop.after_step)
-                self._show(active, hooks)
-        for member in self._members:  # those that a signal stopped
-            if not member.is_over and member.failure is None:
-                with self._choice.only(member.adapter):
-                    member.run.loop.end()
-                    member.run.end()
+        try:
+            with exclude_from_garbage_collection():
+                while active := self._active():
+                    self._step(active, hooks)
+        except UserError as error:
+            for member in self._unfinished():
+                with suppress(UserError), self._choice.only(member.adapter):
+                    member.run.loop.save_and_raise(error)
+            raise
+        stopped = self._unfinished()
+        for member in stopped:
+            self._for(member, Loop.end)
         self._stop.agree()
+        for member in stopped:
+            member.run.end(stopped=True)
+        self._stop.saved = True
+
+    def _unfinished(self) -> list[_Member]:
+        return [member for member in self._members if not member.is_over and member.failure is None]
 
     def _active(self) -> list[_Member]:
-        """Return the adapters with a next step; save the result of those that have just had their last one."""
-        active = []
-        for member in self._members:
-            if member.is_over or member.failure is not None:
-                continue
-            if member.run.loop.continues:
-                active.append(member)
-            elif not self._stop:
+        """Save the result of the adapters that have had their last step, and return those with a next one."""
+        for member in self._unfinished():
+            if member.run.loop.is_done:
                 self._for(member, Loop.end)
                 if member.failure is None:
                     with self._choice.only(member.adapter):
-                        member.run.end()
+                        member.run.end(stopped=False)
                     self._engine.train()
                     self._leave(member)
                     self._record({member.number: 0})
-        return active
+        return [member for member in self._unfinished() if member.run.loop.continues]
+
+    def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
+        """Run a common step, and what follows it for each adapter."""
+        first = active[0].run
+        for member in active:
+            member.run.loop.before_step()
+        recovery = Recovery(first.config, self._ranks.world_size, kind_of(first.config).planner)
+        step = first.position.step + 1
+        launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
+        for hook in hooks:
+            hook.after_launch(step)
+        for member, one, used in zip(active, launched, consumed, strict=True):
+            self._for(member, partial(Loop.follow, launched=one, consumed=used))
+            self._for(member, Loop.after_step)
+        # The mean loss; the values of each are in its metrics.
+        found = [member.run.loop.latest for member in active]
+        losses = [each.loss for each in found if each is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        for hook in hooks:
+            hook.after_step(FinishedStep(step, loss, math.nan, 0.0, is_logged=True))
+        self._display.update(step, {"train/loss": loss})
+        if step % self.config.training.logging_steps == 0:
+            self._display.print_line(step, {"train/loss": loss})
 
     def _for(self, member: _Member, call: Callable[[Loop], object]) -> None:
         """Call a method of an adapter's loop; one that is not finite fails alone."""
@@ -295,17 +315,6 @@ class JointRun:
                     sums[number, 2] = steering.measured_local()
             with phase("backward"):
                 engine.backward(total)
-
-    def _show(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
-        """Show the mean loss of the adapters; their own values are in the metrics of each."""
-        done = max(member.run.position.step for member in active)
-        losses = [found.loss for member in active if (found := member.run.loop.latest) is not None]
-        loss = sum(losses) / len(losses) if losses else math.nan
-        for hook in hooks:
-            hook.after_step(FinishedStep(done, loss, math.nan, 0.0, is_logged=True))
-        self._display.update(done, {"train/loss": loss})
-        if done % self.config.training.logging_steps == 0:
-            self._display.print_line(done, {"train/loss": loss})
 
     def _record(self, codes: dict[int, int]) -> None:
         """Record the folders and exit codes of the adapters, for `zerolora sweep --table`."""

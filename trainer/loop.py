@@ -73,14 +73,19 @@ class Loop:
                     self._step()
                     self.after_step()
         except UserError as error:
-            self._save_and_raise(error)
+            self.save_and_raise(error)
         self.end()
         self._stop_request.agree()
 
     @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, or the run has stopped early."""
+        return self.position.step >= self._total_steps or self.stopped_early
+
+    @property
     def continues(self) -> bool:
-        """Whether there is a step left to train, no signal has arrived, and the run has not stopped early."""
-        return self.position.step < self._total_steps and not self.stopped_early and not self._stop
+        """Whether there is a step left to train, and no signal has arrived."""
+        return not self.is_done and not self._stop
 
     def after_step(self) -> None:
         """Evaluate, run the hooks between steps, and save, each if it is due."""
@@ -100,7 +105,8 @@ class Loop:
             hook.finish()
         self._save(at_the_end=True)
 
-    def _save_and_raise(self, error: UserError) -> NoReturn:
+    def save_and_raise(self, error: UserError) -> NoReturn:
+        """Save, and raise the error of unusable data with how to continue."""
         # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error

@@ -105,7 +105,8 @@ class Run:
             if self.position.nonfinite_steps >= self.position.step:
                 self.task.check_base()
             raise
-        self.end()
+        self.end(stopped=bool(self.stop))
+        self.stop.saved = True
         engine.destroy()
         self.finish()
         return self.position
@@ -133,12 +134,12 @@ class Run:
         self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         self.loop = self._build_loop(engine, position)
 
-    def end(self) -> None:
-        """Evaluate and save the result of the finished loop; only save its state if the run was stopped."""
-        engine, position = self._engine, self.position
+    def end(self, *, stopped: bool) -> None:
+        """Evaluate and save the result of the loop, unless it was stopped by a signal, on which all ranks agree."""
+        engine, position, self._stopped = self._engine, self.position, stopped
         self.say.is_starting = False  # also of a run that had no step left
         after = None
-        if not self.stop:
+        if not stopped:
             if self.loop.stopped_early:
                 self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
@@ -151,7 +152,6 @@ class Run:
             self.folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
-        self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
@@ -270,7 +270,7 @@ class Run:
         self.metrics.close()
         if self.measurement is not None:
             found = f": {after:.4f}" if after is not None else ""
-            self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
+            self.say(f"{'stopped' if self._stopped else 'done'} at step {position.step}{found}")
             return
         self.folder.check()
         self.folder.write_times()
@@ -279,7 +279,7 @@ class Run:
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
-        if self.stop:
+        if self._stopped:
             self.folder.print_how_to_resume(position.step)
         else:
             self.folder.write_report(before, after)

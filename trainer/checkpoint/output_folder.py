@@ -53,6 +53,8 @@ def find_obstacle(config: RunConfig) -> str | None:
 
 def _find_conflict(config: RunConfig) -> str | None:
     """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
+    if config.runs:  # each has a folder of its own in it
+        return next((f"{run.output_dir} {found}" for run in config.runs if (found := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None

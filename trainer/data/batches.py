@@ -396,48 +396,24 @@ def collate(
 
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
     """Return the rows of several micro-batches of the same layout as one, in order."""
-    first = batches[0]
-    weights = None
-    if any(batch.weights is not None for batch in batches):
-        known = [torch.ones(batch.target_count) if batch.weights is None else batch.weights for batch in batches]
-        weights = torch.cat(known)
-    tokens = sum(batch.tokens for batch in batches)
-    if first.cu_seqlens is not None:
-        ids, targets, places = (
-            torch.cat([getattr(batch, name) for batch in batches], dim=1)
-            for name in ("input_ids", "targets", "position_ids")
-        )
-        bounds, end = [torch.zeros(1, dtype=torch.int32)], 0
-        for batch in batches:
-            assert batch.cu_seqlens is not None
-            bounds.append(batch.cu_seqlens[1:] + end)
-            end += batch.input_ids.shape[1]
-        return MicroBatch(
-            ids, targets, tokens, position_ids=places, cu_seqlens=torch.cat(bounds),
-            max_seqlen=max(batch.max_seqlen for batch in batches), weights=weights,
-        )  # fmt: skip
+    is_flat = batches[0].cu_seqlens is not None
     longest = max(batch.input_ids.shape[1] for batch in batches)
-
-    def stack(name: str, value: int) -> torch.Tensor | None:
+    padding = {"input_ids": pad_token_id, "targets": IGNORED, "attention_mask": 0, "position_ids": 0, "unpadded": 0}
+    parts: dict[str, Any] = {"tokens": sum(batch.tokens for batch in batches)}
+    for name, value in padding.items():
         rows = [getattr(batch, name) for batch in batches]
-        if rows[0] is None:
-            return None
-        return torch.cat([torch.nn.functional.pad(row, (0, longest - row.shape[1]), value=value) for row in rows])
-
-    inputs, labels, positions = stack("input_ids", pad_token_id), stack("targets", IGNORED), None
-    assert inputs is not None and labels is not None
-    if first.position_ids is not None:  # what is added is one more document
-        positions = torch.cat(
-            [
-                torch.cat([rows, torch.arange(longest - rows.shape[1]).expand(len(rows), -1)], dim=1)
-                for batch in batches
-                if (rows := batch.position_ids) is not None
-            ]
-        )
-    mask, unpadded = stack("attention_mask", 0), stack("unpadded", 0)
-    return MicroBatch(
-        inputs, labels, tokens, attention_mask=mask, position_ids=positions, unpadded=unpadded, weights=weights
-    )
+        if rows[0] is not None and not is_flat:
+            rows = [torch.nn.functional.pad(each, (0, longest - each.shape[1]), value=value) for each in rows]
+        if rows[0] is not None:
+            parts[name] = torch.cat(rows, dim=1 if is_flat else 0)
+    if is_flat:
+        lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches if batch.cu_seqlens is not None])
+        parts["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        parts["max_seqlen"] = max(batch.max_seqlen for batch in batches)
+    if any(batch.weights is not None for batch in batches):
+        given = [torch.ones(batch.target_count) if batch.weights is None else batch.weights for batch in batches]
+        parts["weights"] = torch.cat(given)
+    return MicroBatch(**parts)
 
 
 def _join_rows(
