@@ -167,6 +167,9 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         ):
             if key in overrides:
                 overrides[key] = str(folder / overrides[key])
+        for adapter in overrides.get("adapters", ()):  # of a plan that is read once
+            if "dataset.path" in adapter:
+                adapter["dataset.path"] = str(folder / Path(adapter["dataset.path"]).name)
         if "/" in str(overrides.get("training.resume_from_checkpoint", "")):
             overrides["training.resume_from_checkpoint"] = str(folder / overrides["training.resume_from_checkpoint"])
         resolved.append({**case, "overrides": overrides})

@@ -1,7 +1,7 @@
 """Memory estimates of configurations, and the stage, micro-batch and recomputation that fit an amount of memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, ClassVar
@@ -381,6 +381,26 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
             top[name] = value
     top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     return config.model_copy(update=top)
+
+
+def combine_adapters(config: RunConfig, own: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
+    """Return the configuration with which `adapters` are built and estimated: one adapter with the sum of their ranks.
+
+    `own` are those of the adapters. A micro-batch has the rows of all. On a CPU, where a run alone has PEFT's layers,
+    the operators are plain torch.
+    """
+    first, longest = own[0], max(own, key=lambda each: each.dataset.max_length)
+    whole = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})
+    changes: Changes = {
+        "lora.r": sum(each.lora.r for each in own),
+        "lora.rank_pattern": {},
+        "training.batch_size": sum(each.training.batch_size for each in own),
+        "training.global_batch_size": None,
+        "training.cuda_graphs": "off",
+    }
+    if config.ops.backend == "auto" and not on_gpu:
+        changes["ops.backend"] = "reference"
+    return apply_changes(whole, changes)
 
 
 def gib(size: int) -> str:

@@ -16,10 +16,12 @@ from trainer.model.expert_targets import is_named
 from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
-from trainer.model.targets import Targets, excluded_modules, find_projectors, resolve_targets
+from trainer.model.targets import Targets, excluded_modules, find_projectors, layers_to_adapt, resolve_targets
+from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
+from trainer.parallel.ranks.group import set_seed
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
 BITS_PER_PARAMETER = 2.0
@@ -129,6 +131,32 @@ def apply_adapter(
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def apply_adapters(
+    model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
+) -> Any:
+    """Add several new adapters (section, seed), each with the values that it has alone; `find_choice` names them."""
+    # Paths before any layer is wrapped.
+    targets = [Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
+    excluded = [excluded_modules(model, lora) for lora, _ in adapters]
+    (first, seed), *others = adapters
+    set_seed(seed)
+    adapted = apply_adapter(model, first, dtype, task_type=task_type)
+    names = [DEFAULT]
+    for number, (lora, seed) in enumerate(others, start=1):
+        names.append(f"adapter_{number}")
+        set_seed(seed)
+        config = lora_config(lora, targets=targets[number], task_type=task_type)
+        adapted.add_adapter(names[-1], config, autocast_adapter_dtype=False)
+        set_saved_targets(adapted, targets[number], excluded[number], names[-1])
+        check_reloadable(adapted, names[-1])
+    adapted.base_model.set_adapter(names)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    setattr(adapted, ATTRIBUTE, AdapterChoice(names, selected=DEFAULT))
     return adapted
 
 
