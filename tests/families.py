@@ -44,7 +44,6 @@ SLIDING = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 100},
     "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
