@@ -38,7 +38,7 @@ def test_host_memory_frees_the_inputs_of_all_but_two_layers() -> None:
 def test_inputs_without_room_in_host_memory_stay_on_the_device(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight inputs of 64 MiB, the host takes none or the first three; gradients are the same."""
     whole = one_pass(build("tinyllama-1.1b", 8, CUDA, VARIANTS["tiles, host"]), 16_384).float()
-    taken = []
+    taken: list[int] = []
 
     def free_host_memory() -> int:
         taken.append(2**26 if sum(taken) < room * 2**26 else 0)
