@@ -26,7 +26,7 @@ from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
 from trainer.memory.decisions import Machine
-from trainer.memory.planner import Choice, Planner, gib
+from trainer.memory.planner import Choice, Planner, combine_adapters, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.memory.step_time import MEASURED
 from trainer.model.base import context_length
@@ -72,7 +72,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
         "sample": planner.sample_text(resolved),
-        "steps": None if count_steps(*counted) is None else steps_line(*counted),
+        "steps": None if config.runs or count_steps(*counted) is None else steps_line(*counted),
         "estimate": to_json(found),
         "bytes_received": planner.traffic(resolved),
         "fits": found.needed <= memory,
@@ -185,6 +185,8 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
     check_ranks(config, gpus)
+    if config.runs:
+        config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
     planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
     if host is not None:
@@ -192,6 +194,8 @@ def main(argv: list[str] | None = None) -> None:
         planner = replace(planner, machine=replace(planner.machine, host_room=host // per_host))
     of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = fit_max_length(config, of_model)
+    if config.runs:
+        notes.append(f"{len(config.runs)} adapters: one with the sum of their ranks, and the rows of all")
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:

@@ -77,7 +77,9 @@ _UNKNOWN = object()
 
 def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
     """Yield every setting that is not false, 0, empty or none, and has no effect."""
-    yield from _walk(config, config, "", ())
+    found = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
+    everywhere = set.intersection(*({unread.name for unread in each} for each in found))
+    yield from (unread for unread in found[0] if unread.name in everywhere)
 
 
 def unread_mistake(settings: Sequence[Unread], reason: str) -> Mistake:

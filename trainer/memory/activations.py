@@ -5,11 +5,15 @@ T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabular
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
 from trainer.memory.stored_weights import Shapes
+from trainer.model.targets import find_non_text_modules
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
@@ -62,6 +66,28 @@ class Seen:
     def times(self, rows: int) -> "Seen":
         """Scale to a number of rows."""
         return Seen(*(size * rows for size in astuple(self)))
+
+
+def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
+    """Return the bytes of one layer of an image tower in a pass over so many tokens, and those that training keeps.
+
+    Of a layer, inputs and outputs of its linear layers count; with gradient checkpointing only its input is kept.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = [each for path in find_non_text_modules(base) for each in base.get_submodule(path).modules()]
+    lists = [each for each in parts if isinstance(each, nn.ModuleList)]
+    if not (image_tokens and lists):
+        return 0, 0
+    layers = max(lists, key=len)
+    linear = [each for each in layers[0].modules() if isinstance(each, nn.Linear) and each.in_features > 1]
+    config = base.config.vision_config
+    side = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
+    if tokens := getattr(base.config, "mm_tokens_per_image", None):
+        side = config.image_size // config.patch_size // tokens**0.5
+    patches = int(image_tokens * side**2) * work.element
+    layer = patches * sum(each.in_features + each.out_features for each in linear)
+    recomputed = work.training.gradient_checkpointing in ("non_reentrant", "reentrant")
+    return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 
 
 def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Seen:
