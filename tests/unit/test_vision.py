@@ -168,7 +168,7 @@ def write_records(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def turns(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+def turns(question: Any, answer: Any = "red") -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -253,8 +253,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
     "pairs": (
         {
-            "chosen": turns([{"type": "text", "text": "?"}], "red"),
-            "rejected": [*turns("?")[:1], {"role": "assistant", "content": [{"type": "image", "path": "red.png"}]}],
+            "chosen": turns("?", "red"),
+            "rejected": turns("?", [{"type": "image", "path": "red.png"}, {"type": "text", "text": "x"}]),
         },
         "record 1: chosen and rejected have different images",
     ),
@@ -375,6 +375,7 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
         own: dict[str, Any] = {
             "training__batch_size": 6,
             "training__max_steps": 2,
+            "training__logging_steps": 1,
             "dataset__shuffle": False,
             **changes,
         }
@@ -391,10 +392,8 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
         (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
         train_run(tmp_path, logging__report_to="none", logging__run_name=name)
         found[name] = recorded(tmp_path / name)
-    model, prepared = (
-        load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa"),
-        prepare(config),
-    )
+    prepared = prepare(config, to_train=False)
+    model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa")
     means = []
     for sample in prepared.data.train:
         for document in split_documents(sample):
