@@ -245,6 +245,7 @@ class PreferenceTask(LanguageTask):
     pairs = True
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
+        self._read_images(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
