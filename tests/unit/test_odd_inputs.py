@@ -1,6 +1,7 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
 import json
+import re
 from collections.abc import Callable, KeysView
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
     [
         ("trl sft --model_name_or_path m --dataset_name d --desirable_weight -1", "--desirable_weight=-1: must not be"),
         ("trl nosuch --model_name_or_path m --dataset_name d", "trl nosuch: no command of TRL; use trl sft, dpo, kto"),
-        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16=true: bf16 is set as well; remove"),
+        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16: bf16 is set as well; remove"),
     ],
 )
 def test_values_that_would_be_dropped_are_checked(words: str, line: str) -> None:
@@ -301,3 +302,69 @@ def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_flags(tmp_path / "flags.yaml", options)
     assert str(caught.value) == "--lora-r=-1: must be 1 or more"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["training.eval_steps=0.5"], r"training.eval_steps=0.5: nothing is held out"),
+        (["training.eval_steps=1.5"], r"eval_steps=1.5: must be a whole number, or below 1 as a fraction of the run"),
+        (["dataset.val_split=true"], r"must be a number \(.*: a fraction up to 0.5, or a number \(1 or more\)\)"),
+        (
+            ["dataset.roles={user: [x], assistant: [x, y]}"],
+            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; keep one of them",
+        ),
+    ],
+)
+def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=line):
+        load_config(make_ground(tmp_path) / "base.yaml", words)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
+        ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, and no line of three dots between them$"),
+        ("'': 1\n", "error: '': unknown setting"),
+    ],
+)
+def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path / "c.yaml")
+    assert re.search(line, f"error: {caught.value}", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "more", "line"),
+    [
+        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1 has lists .prompt, completion., columns inst"),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "the file is a map of lists .train, test., not of rec"),
+        ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
+         "dataset.fields.prompt=q: also the field of completion; name another one"),
+        ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
+         "record 1: rejected is a list of texts; keep one of them"),
+        ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; correct it"),
+    ],
+)  # fmt: skip
+def test_data_of_another_form_is_described(name: str, content: Any, more: list[str], line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    if content is None:
+        (ground / name).symlink_to("gone")
+    else:
+        (ground / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=line):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / name}", *more]).config)
+
+
+def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    with pytest.raises(UserError, match=r"^output_dir=/proc/x: /proc is on no disk; use another folder$"):
+        prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
+    file = ground / "train.jsonl"
+    with pytest.raises(UserError, match=r"cannot be written there \(File exists\); use a folder, not a file$"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)

@@ -47,8 +47,8 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            problem = f"the template, the tokenizer's own unless one is set, cannot be used ({error}); set another one"
-            raise UserError(f"dataset.chat_template: {problem}") from None
+            which = "the tokenizer's template" if source == tokenizer.chat_template else "this template"
+            raise UserError(f"dataset.chat_template: {which} cannot be used ({error}); set another one") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""
