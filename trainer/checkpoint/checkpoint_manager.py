@@ -25,7 +25,8 @@ from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
+from trainer.contract.object_store import upload_run
 from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
@@ -61,6 +62,7 @@ class CheckpointManager:
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
+        self._has_uploaded, self._not_uploaded = False, ""
 
     @phase("restore")
     def agree(self) -> None:
@@ -175,6 +177,24 @@ class CheckpointManager:
         self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
+        try:
+            self._upload()
+        except UserError as error:  # the checkpoint is here, and is uploaded with the next one
+            self._not_uploaded = str(error)
+
+    def _upload(self) -> str | None:
+        place = upload_run(self._run_dir, is_first=not self._has_uploaded)
+        self._has_uploaded = True
+        return place
+
+    @phase("save")
+    def upload_result(self) -> None:
+        """Copy the finished run to the object store that output_dir names, if any. Raises SaveFailed on rank 0."""
+        try:
+            if self._ranks.is_main and (place := self._upload()):
+                self._say(f"uploaded     {escape(place)}")
+        except UserError as error:
+            raise SaveFailed(f"{error}; the result is in {self._run_dir}") from None
 
     @phase("save")
     def settle(self) -> None:
@@ -185,6 +205,9 @@ class CheckpointManager:
         with self._warn_on_failure():
             save.finish()
         self._later = []
+        if self._not_uploaded:
+            self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._not_uploaded)}; training continues")
+            self._not_uploaded = ""
         if self._aside:
             names = ", ".join(path.name for path in self._aside)
             self._say(f"checkpoints after step {self._begun_at} belong to the earlier run: kept as {names}")
