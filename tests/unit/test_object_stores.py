@@ -110,13 +110,16 @@ def test_an_interrupted_upload_is_no_checkpoint_and_training_continues(
         assert of_step[-1].endswith("COMPLETE"), of_step
 
 
-def test_a_new_run_in_the_place_of_another_keeps_its_checkpoints_apart(store: MemoryFileSystem, tmp_path: Path) -> None:
+def test_a_new_run_in_the_place_of_another_keeps_its_checkpoints_here(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ground = make_ground(tmp_path / "ground")
     train(ground, output_dir=URL, training__max_steps=4, training__save_steps=2)
+    move_to_another_machine(monkeypatch, tmp_path)
     train(ground, output_dir=URL, training__max_steps=2, training__save_steps=2, output__overwrite=True)
     complete = {name.partition("/")[0] for name in names(store) if name.endswith("/COMPLETE")}
-    assert "checkpoint-4" not in complete and "checkpoint-2" in complete
-    assert {name.partition("-")[0] for name in complete} == {"checkpoint", "abandoned"}
+    assert complete == {"checkpoint-2"} and not any(name.startswith("checkpoint-4") for name in names(store))
+    assert find_damage(local_copy(f"{URL}.1") / "checkpoint-4") is None
 
 
 def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFileSystem, tmp_path: Path) -> None:
@@ -135,7 +138,10 @@ def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFile
     ("setting", "problem"),
     [
         ("dataset.path=memory://bucket/gone.jsonl", "no such file or folder; check its name"),
-        ("dataset.path=nope://bucket/a.jsonl", r"nope://bucket/a.jsonl: cannot be used \(ValueError: .*; use one of"),
+        (
+            "dataset.path=nope://bucket/a.jsonl",
+            r"dataset.path=nope://bucket/a.jsonl: cannot be used \(ValueError: .*; use one of",
+        ),
         ("dataset.path=abfs://bucket/a.jsonl", "needs adlfs, which is not installed; pip install adlfs"),
         ("output_dir=https://example.com/run", "is a URL; use a folder, or a place on an object store"),
     ],

@@ -1,6 +1,8 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, KeysView
 from pathlib import Path
@@ -12,11 +14,13 @@ from benchmarks.compare.__main__ import main as compare
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
+from launcher.targets.slurm import read_allocation
 from tests.families import save_family
 from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
 from trainer.commands import push
+from trainer.commands.estimate import main as estimate
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
@@ -31,6 +35,7 @@ from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
+from trainer.monitor.metrics import read_metrics
 from trainer.setup.preflight import prepare
 
 Command = Callable[..., str]
@@ -342,8 +347,8 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "content", "more", "line"),
     [
-        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1 has lists .prompt, completion., columns inst"),
-        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "the file is a map of lists .train, test., not of rec"),
+        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: has columns as lists .prompt, completion."),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test., not a list"),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: also the field of completion; name another one"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
@@ -368,3 +373,44 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     file = ground / "train.jsonl"
     with pytest.raises(UserError, match=r"cannot be written there \(File exists\); use a folder, not a file$"):
         prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "c.yaml", "--num-gpus", "two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
+        (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
+        (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; `zerolora submit"),
+    ],
+)
+def test_numbers_of_the_launcher_are_named(words: list[str], line: str, refuse: Command) -> None:
+    assert refuse(*words).startswith(line)
+
+
+def test_nodes_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `scontrol` that fails, as without a configuration of SLURM."""
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho 'scontrol: fatal: no configuration' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    problem = r"scontrol cannot list its nodes \(scontrol: fatal: no configuration\); run this on a host of the cluster"
+    with pytest.raises(UserError, match=rf"^SLURM_JOB_NODELIST=n\[1-2\]: {problem}"):
+        read_allocation(given)
+
+
+def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(make_ground(tmp_path) / "base.yaml")
+    for words, line in {
+        ("--price", "free"): "--price: free: must be a number",
+        ("--gpu-memory", "-5GiB"): "--gpu-memory -5GiB: not an amount of memory; write 80GiB",
+    }.items():
+        with contextlib.suppress(SystemExit):
+            estimate([config, *words])
+        assert line in capsys.readouterr().err
+
+
+def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": NaN}\n')
+    with pytest.raises(UserError, match=r"\(train/loss: must be below 1e\+\d+\)"):
+        list(read_metrics(tmp_path))

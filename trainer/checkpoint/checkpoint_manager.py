@@ -62,7 +62,7 @@ class CheckpointManager:
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
-        self._has_uploaded, self._not_uploaded = False, ""
+        self._not_uploaded = ""
 
     @phase("restore")
     def agree(self) -> None:
@@ -177,24 +177,24 @@ class CheckpointManager:
         self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
-        try:
-            self._upload()
-        except UserError as error:  # the checkpoint is here, and is uploaded with the next one
-            self._not_uploaded = str(error)
+        self._upload()
 
     def _upload(self) -> str | None:
-        place = upload_run(self._run_dir, is_first=not self._has_uploaded)
-        self._has_uploaded = True
-        return place
+        """Copy the run to its object store, if any; what fails is reported, and follows with the next checkpoint."""
+        try:
+            self._not_uploaded = ""
+            return upload_run(self._run_dir)
+        except UserError as error:
+            self._not_uploaded = str(error)
+            return None
 
     @phase("save")
     def upload_result(self) -> None:
-        """Copy the finished run to the object store that output_dir names, if any. Raises SaveFailed on rank 0."""
-        try:
-            if self._ranks.is_main and (place := self._upload()):
-                self._say(f"uploaded     {escape(place)}")
-        except UserError as error:
-            raise SaveFailed(f"{error}; the result is in {self._run_dir}") from None
+        """Copy the finished run to its object store, if any. Raises SaveFailed on rank 0."""
+        if self._ranks.is_main and (place := self._upload()):
+            self._say(f"uploaded     {escape(place)}")
+        if self._not_uploaded:
+            raise SaveFailed(f"{self._not_uploaded}; the result is in {self._run_dir}")
 
     @phase("save")
     def settle(self) -> None:

@@ -206,16 +206,18 @@ def held_out_samples(
         longest = context_length(load_model_config(run.config.base_model, run.config.model))
         files = Prepared(tokenizer, None, None, longest=longest, images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
+        has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
+        if has_pairs or run.config.task == "reward":
+            check_pairs(run.config, prepared.stats)
     except UserError as error:
         if data is None:
             raise
         named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
-        raise UserError(named) from None
+        raise UserError(
+            named if named.startswith("--") else f"--data={shown(data)}, read as in training: {named}"
+        ) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
-    if has_pairs or run.config.task == "reward":
-        check_pairs(run.config, prepared.stats)
     if has_pairs and run.config.task == "preference":
         _check_reference(run)
     samples = prepared.evaluation if source is None else prepared.train

@@ -1,16 +1,13 @@
 """Files on object stores (s3://, gs://, hf:// and others, by fsspec), each with a copy on this machine.
 
-A run with such an `output_dir` works in the copy. `fetch_run` brings what the store has before a run or a command reads
-it, and `upload_run` makes the store equal to the copy. COMPLETE, which lists the checksums of a checkpoint, is uploaded
-last and deleted first: a checkpoint whose upload or deletion was interrupted is one without it, or with a wrong
-checksum, and resuming skips it as on a disk.
+A run with such an `output_dir` works in the copy: `fetch_run` brings what the store has, `upload_run` makes the store
+equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and deleted first, so that resuming
+skips a checkpoint whose upload was interrupted, as on a disk.
 """
 
 import json
-import os
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,14 @@ from trainer.config.paths import is_remote, local_copy, remote_place
 
 LAST = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
-_NOT_UPLOADED = re.compile(r"\.|logs$|lock|abandoned")
+_ONLY_HERE = re.compile(r"\.|logs$|lock|abandoned")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
-"""What file systems give as a file's version."""
+VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 
 
 @contextmanager
-def store(url: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL, and the path in it; every error is a UserError that names the URL."""
+def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
+    """Yield the file system of a URL, and the path in it; every error is a UserError with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -39,47 +35,46 @@ def store(url: str) -> Iterator[tuple[Any, str]]:
     except UserError:
         raise
     except ImportError:
-        package = PACKAGES.get(scheme, f"the package of fsspec for {scheme}")
-        raise UserError(f"{url}: needs {package}, which is not installed; pip install {package}") from None
+        package = PACKAGES.get(scheme, f"fsspec's package for {scheme}")
+        raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
     except Exception as error:  # each store has its own
-        known = ", ".join(sorted({"hf", "s3", "gs", "abfs"} & {*fsspec.available_protocols()}))
-        fix = f"use one of {known}" if scheme not in fsspec.available_protocols() else "check name and credentials"
-        raise UserError(f"{url}: cannot be used ({type(error).__name__}: {error}); {fix}") from None
+        fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
+        raise UserError(f"{named or url}: cannot be used ({type(error).__name__}: {error}); {fix}") from None
+
+
+def _is_not_last(name: str) -> bool:
+    return not name.endswith(LAST)
+
+
+def _list(system: Any, root: str) -> dict[str, Any]:
+    """Return the entries of files by name below `root`, empty for a file; names that lead elsewhere are left out."""
+    found = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
+    return {name: entry for name, entry in found.items() if ".." not in name.split("/")}
+
+
+def _get(system: Any, root: str, names: Iterable[str], target: Path) -> None:
+    for name in sorted(names, key=_is_not_last, reverse=True):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        system.get_file(f"{root}/{name}" if name else root, str(target / name))
 
 
 def fetch_data(url: str, named: str) -> Path:
-    """Return the copy of a file or folder after bringing what has changed. Raises UserError if nothing is there."""
+    """Return the copy of a file or folder, downloaded again if anything changed; raises UserError if it is missing."""
     target = local_copy(url)
     record = target.with_name(f".{target.name}.versions")
-    with store(url) as (system, root):
-        found = {path: _version(entry) for path, entry in system.find(root, detail=True).items()}
-        if not found:
+    with store(url, named) as (system, root):
+        files = _list(system, root)
+        if not files:
             raise UserError(f"{named}: no such file or folder; check its name")
+        versions = {name: str([entry.get(key) for key in VERSION]) for name, entry in files.items()}
         known = find_json(record, dict[str, str], {})
-        for path, version in found.items():
-            if known.get(path) != version or not _place(target, root, path).exists():
-                _download(system, path, _place(target, root, path))
-    for gone in known.keys() - found.keys():
-        _place(target, root, gone).unlink(missing_ok=True)
-    record.write_text(json.dumps(found), encoding="utf-8")
+        if versions != known or not target.exists():
+            record.unlink(missing_ok=True)
+            _get(system, root, files, target)
+            for gone in known.keys() - files.keys():
+                (target / gone).unlink(missing_ok=True)
+            record.write_text(json.dumps(versions), encoding="utf-8")
     return target
-
-
-def _version(entry: dict[str, Any]) -> str:
-    return f"{entry.get('size')} {next((entry[tag] for tag in TAGS if entry.get(tag)), '')}"
-
-
-def _place(target: Path, root: str, path: str) -> Path:
-    """Return the place of a stored file in the copy; the names in a store cannot lead out of it."""
-    inner = path.removeprefix(root).strip("/")
-    return target.joinpath(*(part for part in inner.split("/") if part not in ("", ".", "..")))
-
-
-def _download(system: Any, path: str, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partly = place.with_name(f".{place.name}.{os.getpid()}")
-    system.get_file(path, str(partly))
-    os.replace(partly, place)
 
 
 def open_run(text: str) -> Path:
@@ -91,53 +86,46 @@ def open_run(text: str) -> Path:
     return folder
 
 
+def _split(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+    """Return the first folder of each name, and the checkpoints that are complete."""
+    folders = {name: name.partition("/")[0] for name in names}
+    return folders, {at for name, at in folders.items() if CHECKPOINT.fullmatch(at) and name == f"{at}/{LAST}"}
+
+
+def _names_here(run_dir: Path) -> list[str]:
+    return [path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()]
+
+
+def _newest(checkpoints: set[str]) -> int:
+    return max((int(name.rpartition("-")[2]) for name in checkpoints), default=-1)
+
+
 def fetch_run(run_dir: Path) -> None:
-    """Bring the checkpoints that the copy lacks, and the other files of the run if these are newer there."""
-    url = remote_place(run_dir)
-    if url is None:
+    """Bring the checkpoints that the copy of a run lacks, and its other files if the store has a newer checkpoint."""
+    if (url := remote_place(run_dir)) is None:
         return
     with store(url) as (system, root):
-        inner = {path.removeprefix(root).strip("/"): path for path in system.find(root)}
-        remote = {name.partition("/")[0] for name in inner if name.endswith(f"/{LAST}")} & _checkpoints([*inner])
-        local = {path.parent.name for path in run_dir.glob(f"checkpoint-*/{LAST}")}
-        is_newer = _newest(remote) > _newest(local) or not (run_dir / "run.json").exists()
-        for name in sorted(inner, key=lambda name: name.endswith(LAST)):
-            folder = name.partition("/")[0]
-            if folder in remote - local or (is_newer and not CHECKPOINT.fullmatch(folder)):
-                _download(system, inner[name], _place(run_dir, "", name))
+        (there, stored), (_, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
+        is_newer = _newest(stored) > _newest(ours) or not (run_dir / "run.json").exists()
+        wanted = stored - ours
+        names = (name for name, at in there.items() if at in wanted or (is_newer and not CHECKPOINT.match(at)))
+        _get(system, root, names, run_dir)
 
 
-def upload_run(run_dir: Path, *, is_first: bool) -> str | None:
+def upload_run(run_dir: Path) -> str | None:
     """Make the store equal to the copy, and return its URL; None if the folder is no copy.
 
-    `is_first`: checkpoints that only the store has are of an earlier run, and are kept there under another name.
+    Checkpoints that only the store has are deleted: `fetch_run` brought them before this run kept, moved or deleted
+    them here.
     """
-    url = remote_place(run_dir)
-    if url is None:
+    if (url := remote_place(run_dir)) is None:
         return None
     with store(url) as (system, root):
-        stored = {path.removeprefix(root).strip("/") for path in system.find(root)}
-        ours = {path.parent.name for path in run_dir.glob(f"checkpoint-*/{LAST}")}
-        for name in _checkpoints([*stored]) - ours:
-            if is_first:
-                system.mv(f"{root}/{name}", f"{root}/abandoned-{int(time.time())}-{name}", recursive=True)
-            else:
-                if f"{name}/{LAST}" in stored:
-                    system.rm_file(f"{root}/{name}/{LAST}")
-                system.rm(f"{root}/{name}", recursive=True)
-        for path in sorted(run_dir.rglob("*"), key=lambda path: (path.name == LAST, path)):
-            name = path.relative_to(run_dir).as_posix()
-            folder = name.partition("/")[0]
-            is_done = folder in ours and f"{folder}/{LAST}" in stored
-            wanted = folder in ours if CHECKPOINT.fullmatch(folder) else not _NOT_UPLOADED.match(folder)
-            if wanted and not is_done and path.is_file():
-                system.put_file(str(path), f"{root}/{name}")
+        (there, stored), (here, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
+        for name in sorted(there, key=_is_not_last):
+            if CHECKPOINT.fullmatch(there[name]) and there[name] not in ours:
+                system.rm_file(f"{root}/{name}")
+        for name in sorted(here, key=_is_not_last, reverse=True):
+            if here[name] in ours - stored or not (CHECKPOINT.match(here[name]) or _ONLY_HERE.match(here[name])):
+                system.put_file(str(run_dir / name), f"{root}/{name}")
     return url
-
-
-def _checkpoints(names: list[str]) -> set[str]:
-    return {folder for name in names if CHECKPOINT.fullmatch(folder := name.partition("/")[0])}
-
-
-def _newest(names: set[str]) -> int:
-    return max((int(name.rpartition("-")[2]) for name in names), default=-1)

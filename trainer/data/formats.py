@@ -47,7 +47,8 @@ def find_shape(
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
     if _kinds_in_lists(first) == {str}:
-        raise UserError(f"{label}: record 1 has lists ({listed(columns)}), columns instead of records; {ONE_EACH}")
+        where = f"{label}.path={shown(source.path)}, record 1"
+        raise UserError(f"{where}: has columns as lists ({listed(columns)}), not one value each; {ONE_EACH}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
         shape = _detect(source, columns, first, label)
@@ -117,7 +118,8 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
     if _kinds_in_lists(first) == {dict}:
-        raise UserError(f"{label}: the file is a map of lists ({listed(columns)}), not of records; {ONE_EACH}")
+        problem = f"is a map of lists ({listed(columns)}), not a list of records"
+        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {ONE_EACH}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
 
