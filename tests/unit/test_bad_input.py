@@ -402,7 +402,6 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("trainer.commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
         ("trainer.commands.estimate", []),
         ("trainer.commands.validate", ["--colour"]),
         ("trainer.commands.prepare_run", ["c.yaml", "--world-size", "0"]),

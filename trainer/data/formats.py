@@ -117,7 +117,7 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
-    if _kinds_in_lists(first) == {dict}:
+    if _kinds_in_lists(first) == {dict} and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a map of lists ({listed(columns)}), not a list of records"
         raise UserError(f"{label}.path={shown(source.path)}: {problem}; {ONE_EACH}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
