@@ -205,6 +205,11 @@ def test_eval_measures_labelled_answers(ground: Path, capsys: pytest.CaptureFixt
     assert found["adapter"]["loss"] == pytest.approx(last["loss"], abs=1e-6)
     assert found["base"] | {"loss": 0.5, "accuracy": 0.5, "margin": 0.0} == found["base"]
     assert found["adapter"]["loss"] == pytest.approx(0.5 - found["adapter"]["margin"] / 4, abs=1e-4)  # sigmoid at 0
+    pairs = str(ground / "train.jsonl")
+    assert evaluate.main([str(folder), "--data", pairs]) == 2
+    assert f"error: --data={pairs}, read as in training: preference.loss=kto: " in capsys.readouterr().err
+    assert evaluate.main([str(folder), "--base-model", pairs]) == 2
+    assert f"error: --base-model={pairs}: is a file; use the folder of a model" in capsys.readouterr().err
 
 
 def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:
