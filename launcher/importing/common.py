@@ -60,7 +60,7 @@ def name_model(t: Translation, name: str) -> None:
     """Require a model; refuse one with the name of a quantized model."""
     t.require(name, "a model must be named")
     model = str(t.get(name, ""))
-    if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
+    if found := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
         t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
 
 

@@ -151,8 +151,14 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
-    "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
-    "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
+    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is stored in it",)),
+    "gptq rules": (quantised("gptq", bits=4, dynamic=[1]), ("config.json: quantization_config.dynamic",)),
+    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is stored in it",)),
+    "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
+    "odd groups": (
+        quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
+        ("4-bit Nones by None of 0, and of 4 bits only",),
+    ),
     "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
     "mxfp4": (
         quantised("mxfp4"),

@@ -12,7 +12,7 @@ from trainer.data.step_count import (
     steps_line,
 )
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
-from trainer.model.stored_fp8 import fp8_form
+from trainer.model.stored_settings import kept_form
 from trainer.model.targets import unadapted_layers
 from trainer.patches.mamba import unadapted_lines
 from trainer.setup.kinds import kind_of
@@ -55,8 +55,8 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     adapted = adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-    if fp8_form(model.config) is not None:
-        base = "the base as it is stored, in FP8"
+    if (kept := kept_form(model.config)) is not None:
+        base = f"the base as it is stored, in {kept.name}"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
     else:

@@ -298,9 +298,9 @@ class Planner:
             separate=separate,
             mlp_tile=decided.mlp_tile.value,
             on_gpu=on_gpu,
-            packed=packed or self.shapes.fp8 != "",
-            packed_experts=packed or self.shapes.fp8 != "" or any(weight.mxfp4 for weight in self.shapes.weights),
-            eight_bit=packed and config.quantization.eight_bit and self.shapes.fp8 != "blocks",
+            packed=packed or self.shapes.stored != "",
+            packed_experts=packed or self.shapes.stored != "" or any(weight.mxfp4 for weight in self.shapes.weights),
+            eight_bit=packed and config.quantization.eight_bit and self.shapes.stored != "blocks",
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 

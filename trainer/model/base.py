@@ -29,7 +29,7 @@ from trainer.model.model_source import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
-from trainer.model.stored_fp8 import fp8_form
+from trainer.model.stored_settings import kept_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -176,7 +176,7 @@ def load_base_model(
 ) -> Any:
     """Return the base model in `dtype` on `device`, quantised if `quantization` is set.
 
-    Stored MXFP4 and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
+    Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
     configuration unchanged. DeepSpeed partitions the model with a stage-3 `deepspeed_config`, `shards` per layer.
 
     Whole models in 16 or 32 bits are loaded by transformers. Quantised, partitioned and random ones are built empty and
@@ -192,7 +192,7 @@ def load_base_model(
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or fp8_form(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or kept_form(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(

@@ -32,6 +32,9 @@ class Quantization:
     """The keys of `quantization_config` used here, of all libraries."""
 
     format: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    dynamic: dict[str, dict[str, Any] | None] | None = None
     weight_block_size: tuple[int, int] | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None

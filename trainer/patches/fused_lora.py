@@ -1,7 +1,7 @@
 """Fused operators in place of PEFT's forward, and a report of the layers that keep PEFT's.
 
-A layer is fused if its base is a plain, an NF4 or an 8-bit linear layer with one ordinary LoRA adapter. The new forward
-checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's forward.
+A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. The new
+forward checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's.
 Shared-input projections (q/k/v, gate/up) are computed in one call by the first of them.
 """
 
@@ -21,6 +21,7 @@ from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.model.packed_experts import FrozenLinearGrouped
 from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -114,7 +115,7 @@ def why_not(layer: Any) -> str | None:
 
     base = layer.base_layer
     names = layer.active_adapters
-    if type(base) not in (FrozenLinear4bit, FrozenLinear8bit) and not is_linear(base):
+    if type(base) not in (FrozenLinear4bit, FrozenLinear8bit, FrozenLinearGrouped) and not is_linear(base):
         return f"the base is {type(base).__name__}, not a linear layer"
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
         return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
@@ -149,6 +150,7 @@ class Member:
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.eight_bit = isinstance(self.base, FrozenLinear8bit)
+        self.grouped = isinstance(self.base, FrozenLinearGrouped)
         self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT has two forms for one active adapter
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
@@ -187,7 +189,7 @@ class Member:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.base.compute_dtype if self.packed or self.eight_bit else self.base.weight.dtype
+        return self.base.compute_dtype if self.packed or self.eight_bit or self.grouped else self.base.weight.dtype
 
     @property
     def down(self) -> Tensor:
@@ -257,6 +259,8 @@ def compute(
         return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
     if members[0].eight_bit and members[0].base.exact:
         return ops.scaled_group(x, [member.base.scaled for member in members], *arguments)
+    if members[0].grouped:
+        return ops.grouped_group(x, [(member.base.weight, member.base.layout) for member in members], *arguments)
     if members[0].eight_bit:
         return ops.eight_bit_group(x, [member.base.packed for member in members], *arguments)
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
@@ -339,7 +343,7 @@ def _run_plain(members: Sequence[Member], x: Tensor, downs: list[Tensor], ups: l
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
             weight = dequantized(weight, base.quant_state, torch.float32)
-        elif isinstance(base, FrozenLinear8bit):
+        elif isinstance(base, FrozenLinear8bit | FrozenLinearGrouped):
             weight = base.dequantized(torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)

@@ -30,7 +30,7 @@ from trainer.model.model_kind import check_kind
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.model.served_layers import serving_notes
-from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
+from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
 from trainer.patches.packed_attention import check_shareable, check_supported
