@@ -149,13 +149,14 @@ class _CommonGroup(Group):
         ups: list[Tensor] = []
         start = 0
         for name, tokens in self._choice.rows:
-            own = [place for place, layer in enumerate(layers) if name in layer.members]
+            own = tuple(place for place, layer in enumerate(layers) if name in layer.members)
             if own:
                 chosen = [layers[place].members[name] for place in own]
-                scales = [member.layer.scaling[name] for member in chosen]
+                scales = tuple(member.layer.scaling[name] for member in chosen)
+                ranks = tuple(len(member.down) for member in chosen)
                 dropout = chosen[0].dropout
                 seed = self._choice.seeds[name][self._mask[name]] if dropout else None
-                parts.append(Part(start, start + tokens, own, scales, dropout, seed))
+                parts.append(Part(start, start + tokens, own, scales, ranks, dropout, seed))
                 downs += [member.down for member in chosen]
                 ups += [member.up for member in chosen]
             start += tokens
