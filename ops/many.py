@@ -63,7 +63,7 @@ class _Bundle:
         if not self.one.dropout:
             return grad_h_NTR.mT @ x_NTI
         _, gradient = torch.ops.zerolora.rank_pass(x_NTI[0], None, grad_h_NTR[0], self.one.dropout, self.one.seed)
-        return gradient[None]  # type: ignore[no-any-return]
+        return gradient[None]
 
     def add_grad_x(self, grad_x_NTI: Tensor, grad_h_NTR: Tensor, down_NRI: Tensor) -> None:
         if not self.one.dropout:

@@ -132,7 +132,6 @@ class _CommonGroup(Group):
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])
         self._layers, self._choice = list(layers), choice
-        self._zeros: list[tuple[Tensor, Tensor]] = []
         self._mask: dict[str, int] = {}
         """Number of this group's dropout mask within a pass, by adapter."""
         for name in choice.names:
