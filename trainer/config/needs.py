@@ -113,7 +113,9 @@ def switch_value(config: Any, name: str) -> Any:
 
 
 def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[Unread]:
-    defaults = dict(type(section)()) if prefix else {}  # with `auto` resolved; at the top only sections have needs
+    # With `auto` resolved. At the top only sections have needs; a section with required fields has no defaults.
+    has_defaults = prefix and not any(field.is_required() for field in type(section).model_fields.values())
+    defaults = dict(type(section)()) if has_defaults else {}
     for name, value in section:
         dotted = prefix + name
         needs = inherited + declared_needs(type(section), name, prefix)

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.config.image_section import ImageSection
-from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection, VisionSection
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import PathText
 from trainer.config.preference_section import PreferenceSection, RewardSection
@@ -203,6 +203,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
+    vision: Annotated[VisionSection, LANGUAGE] = VisionSection()
     adapters: Annotated[tuple[dict[str, Any], ...], Field(max_length=256), _ADAPTER] = ()
     """Adapters to train together on one base: a list with the `name` of each, its folder below output_dir, and the
     settings that differ, such as [{name: low, training.learning_rate: 1e-4}, {name: high, training.learning_rate:
@@ -234,8 +235,11 @@ class RunConfig(Section):
         return max(1, ranks // self.parallel.sequence)
 
     @model_validator(mode="after")
-    def _give_score_head(self) -> "RunConfig":
+    def _share_settings(self) -> "RunConfig":
         if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations
             self.__dict__["model"] = self.model.model_copy()
             self.model._has_score = True
+        if self.vision.train != "none":
+            self.__dict__["lora"] = self.lora.model_copy()
+            self.lora._image_parts = self.vision.train
         return self

@@ -355,7 +355,8 @@ def collate(
         if shared:
             batch = _collate_shared(documents, pad_token_id)
         else:
-            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat, sequence=sequence)
+            rows = samples if packed else documents
+            batch = collate(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
         if sequence is not None:  # labels of answers, which every rank needs
             batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
         counts = torch.tensor(

@@ -24,6 +24,7 @@ from ops.head import (
 )
 from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
+from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
@@ -362,6 +363,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Return tensors copied to the device without a wait of the host, from pinned memory; other values as is."""
     if isinstance(value, dict):
         return {name: to_device(each, device) for name, each in value.items()}
+    if isinstance(value, TowerOutput):
+        return value.map(partial(to_device, device=device))
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
