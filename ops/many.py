@@ -1,6 +1,6 @@
 """Several adapters on the output of a frozen product: each has some of the tokens, which are sorted by adapter.
 
-Legend: N adapters of equal tokens, ranks and scales, T tokens of each, I in, O out, R rank; each such bundle is a
+Legend: P adapters of equal tokens, ranks and scales, T tokens of each, I in, O out, R rank; each such bundle is a
 batched product. Formulas as in ops/reference.py, for each adapter on its own rows. No product reads the rows of two
 adapters: a NaN in one of them, where 0 * NaN would spread through a common product, stays there.
 """
@@ -40,37 +40,37 @@ class _Bundle:
         return self.parts[0]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return [N, T, width] of a tensor of all tokens."""
+        """Return [P, T, width] of a tensor of all tokens."""
         flat = tensor.view(-1, tensor.shape[-1])[self.one.start : self.parts[-1].end]
         return flat.view(len(self.parts), -1, tensor.shape[-1])
 
     def factors(self, factors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
-        """Return [N, ...] of one layer's factors."""
+        """Return [P, ...] of one layer's factors."""
         return torch.stack([factors[place] for place in self.places(layer)]).to(dtype)
 
     def places(self, layer: int) -> list[int]:
         """Return the places of a layer's factors among all."""
         return [self.first + number * len(self.one.layers) + layer for number in range(len(self.parts))]
 
-    def project(self, x_NTI: Tensor, down_NRI: Tensor, scale: float) -> Tensor:
+    def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
         if not self.one.dropout:
-            return scale * (x_NTI @ down_NRI.mT)
+            return scale * (x_PTI @ down_PRI.mT)
         options = [scale], self.one.dropout, self.one.seed
-        h_TR: Tensor = torch.ops.zerolora.lora_project(x_NTI[0], [down_NRI[0].contiguous()], *options)
-        return h_TR[None, :, : down_NRI.shape[1]]
+        h_TR: Tensor = torch.ops.zerolora.lora_project(x_PTI[0], [down_PRI[0].contiguous()], *options)
+        return h_TR[None, :, : down_PRI.shape[1]]
 
-    def grad_down(self, x_NTI: Tensor, grad_h_NTR: Tensor) -> Tensor:
+    def grad_down(self, x_PTI: Tensor, grad_h_PTR: Tensor) -> Tensor:
         if not self.one.dropout:
-            return grad_h_NTR.mT @ x_NTI
-        _, gradient = torch.ops.zerolora.rank_pass(x_NTI[0], None, grad_h_NTR[0], self.one.dropout, self.one.seed)
+            return grad_h_PTR.mT @ x_PTI
+        _, gradient = torch.ops.zerolora.rank_pass(x_PTI[0], None, grad_h_PTR[0], self.one.dropout, self.one.seed)
         return gradient[None]
 
-    def add_grad_x(self, grad_x_NTI: Tensor, grad_h_NTR: Tensor, down_NRI: Tensor) -> None:
+    def add_grad_x(self, grad_x_PTI: Tensor, grad_h_PTR: Tensor, down_PRI: Tensor) -> None:
         if not self.one.dropout:
-            grad_x_NTI.baddbmm_(grad_h_NTR, down_NRI)
+            grad_x_PTI.baddbmm_(grad_h_PTR, down_PRI)
             return
-        kept, up = grad_h_NTR[0] / (1.0 - self.one.dropout), down_NRI[0].t().contiguous()
-        grad_x_NTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.one.dropout, self.one.seed)
+        kept, up = grad_h_PTR[0] / (1.0 - self.one.dropout), down_PRI[0].t().contiguous()
+        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.one.dropout, self.one.seed)
 
 
 def _bundle(parts: Sequence[Part]) -> Iterator[_Bundle]:
@@ -105,9 +105,9 @@ class _AddAdapters(torch.autograd.Function):
         downs, ups = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         hs = []
         for bundle in bundles:
-            x_NTI = bundle.rows(x.contiguous())
+            x_PTI = bundle.rows(x.contiguous())
             for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
-                hs.append(bundle.project(x_NTI, bundle.factors(downs, layer, x.dtype), scale))
+                hs.append(bundle.project(x_PTI, bundle.factors(downs, layer, x.dtype), scale))
                 bundle.rows(ys[output]).baddbmm_(hs[-1], bundle.factors(ups, layer, x.dtype).mT)
         ctx.bundles = bundles
         ctx.save_for_backward(x, *factors, *hs)
@@ -123,13 +123,13 @@ class _AddAdapters(torch.autograd.Function):
         found: list[Tensor | None] = [None] * (2 * number)
         grads = tuple(grad.contiguous() for grad in grads)
         for bundle in ctx.bundles:
-            x_NTI = bundle.rows(x.contiguous())
+            x_PTI = bundle.rows(x.contiguous())
             for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
-                grad_NTO, down_NRI = bundle.rows(grads[output]), bundle.factors(downs, layer, x.dtype)
-                grad_h_NTR = scale * (grad_NTO @ bundle.factors(ups, layer, x.dtype))
-                parts = (bundle.grad_down(x_NTI, grad_h_NTR), grad_NTO.mT @ next(hs))
+                grad_PTO, down_PRI = bundle.rows(grads[output]), bundle.factors(downs, layer, x.dtype)
+                grad_h_PTR = scale * (grad_PTO @ bundle.factors(ups, layer, x.dtype))
+                parts = (bundle.grad_down(x_PTI, grad_h_PTR), grad_PTO.mT @ next(hs))
                 for place, down, up in zip(bundle.places(layer), *parts, strict=True):
                     found[place], found[number + place] = down.to(downs[place].dtype), up.to(ups[place].dtype)
                 if grad_x is not None:
-                    bundle.add_grad_x(bundle.rows(grad_x), grad_h_NTR, down_NRI)
+                    bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
         return grad_x, None, None, *grads, *found
