@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Adjacent parts that differ only in their rows and factors; a part with dropout is alone."""
+    """Parts with adjacent rows that differ only in these and their factors; a part with dropout is alone."""
 
     parts: Sequence[Part]
     first: int
@@ -76,7 +76,10 @@ class _Bundle:
 def _bundle(parts: Sequence[Part]) -> Iterator[_Bundle]:
     def kind(numbered: tuple[int, Part]) -> tuple[Any, ...]:
         number, part = numbered
-        return part.end - part.start, part.layers, part.scales, part.ranks, number if part.dropout else -1
+        tokens = part.end - part.start
+        # The second is equal for rows without a gap, which an adapter without these layers leaves.
+        alike = tokens, part.start - number * tokens, part.layers, part.scales, part.ranks
+        return *alike, number if part.dropout else -1
 
     place = 0
     for _, group in groupby(enumerate(parts), kind):

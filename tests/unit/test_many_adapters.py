@@ -11,6 +11,7 @@ IN, OUTS = 24, (16, 40)
 CASES = {
     "equal": [(5, 4, 2.0, 0.0), (5, 4, 2.0, 0.0), (5, 4, 2.0, 0.0)],
     "ragged": [(5, 4, 2.0, 0.0), (3, 4, 2.0, 0.0), (1, 2, 0.5, 0.0), (1, 2, 0.5, 0.0)],
+    "gap": [(5, 4, 2.0, 0.0), (5, 0, 2.0, 0.0), (5, 4, 2.0, 0.0), (5, 4, 2.0, 0.0)],
     "dropout": [(5, 4, 2.0, 0.3), (5, 4, 2.0, 0.3), (2, 8, 1.0, 0.0)],
 }
 
@@ -26,16 +27,19 @@ def test_each_part_is_that_of_its_adapter_alone(case: str) -> None:
     x, weights = draw(tokens, IN), [torch.randn(out, IN, dtype=torch.float64) for out in OUTS]
     parts, downs, ups, alone, start = [], [], [], [], 0
     for count, rank, scale, dropout in CASES[case]:
+        rows = x[start : start + count]
+        if not rank:  # an adapter without these layers
+            alone.append([rows @ weight.t() for weight in weights])
+            start += count
+            continue
         own = [draw(rank, IN) for _ in OUTS], [draw(out, rank) for out in OUTS]
         with torch.random.fork_rng():
             seed = torch.randint(0, 2**62, (1,)) if dropout else None
             parts.append(Part(start, start + count, (0, 1), (scale,) * 2, (rank,) * 2, dropout, seed))
-        rows = x[start : start + count]
         with torch.random.fork_rng():  # draws the same seed
             alone.append(lora_group(rows, weights, [], *own, [scale] * 2, dropout))
         torch.rand(1)
-        downs += own[0]
-        ups += own[1]
+        downs, ups = downs + own[0], ups + own[1]
         start += count
     frozen = [x @ weight.t() for weight in weights]
     found = add_adapters(x, frozen, parts, downs, ups)
