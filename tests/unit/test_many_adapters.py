@@ -25,7 +25,9 @@ def test_each_part_is_that_of_its_adapter_alone(case: str) -> None:
     torch.manual_seed(0)
     tokens = sum(count for count, *_ in CASES[case])
     x, weights = draw(tokens, IN), [torch.randn(out, IN, dtype=torch.float64) for out in OUTS]
-    parts, downs, ups, alone, start = [], [], [], [], 0
+    parts, alone, start = [], [], 0
+    downs: list[Tensor] = []
+    ups: list[Tensor] = []
     for count, rank, scale, dropout in CASES[case]:
         rows = x[start : start + count]
         if not rank:  # an adapter without these layers
