@@ -283,6 +283,7 @@ class Run:
             self.folder.print_how_to_resume(position.step)
         else:
             self.folder.write_report(before, after)
+        self.checkpoints.upload_result()
 
     def close(self) -> None:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""

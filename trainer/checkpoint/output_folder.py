@@ -1,4 +1,7 @@
-"""Checks of the output folder before a run: its location and its content. Nothing is written here."""
+"""Checks of the output folder before a run: its location and its content.
+
+Nothing is written, except that a folder on an object store is copied here first.
+"""
 
 import errno
 import os
@@ -13,6 +16,7 @@ from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP
+from trainer.contract.object_store import fetch_run
 
 FREE_GIB_NEEDED = 1.0
 NAMES_SHOWN = 3
@@ -21,6 +25,7 @@ NAMES_SHOWN = 3
 def check_place(config: RunConfig) -> None:
     """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
     folder = Path(config.output_dir)
+    fetch_run(folder)
     try:
         existing = _nearest_existing(folder)
         _check_writable(folder, existing)
@@ -102,7 +107,10 @@ def _check_writable(folder: Path, existing: Path) -> None:
         raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; use another disk")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
-    free_gib = shutil.disk_usage(existing).free / 2**30
+    disk = shutil.disk_usage(existing)
+    if not disk.total:
+        raise UserError(f"output_dir={folder}: {existing} is on no disk; use another folder")
+    free_gib = disk.free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need at least {FREE_GIB_NEEDED}; "
