@@ -163,6 +163,9 @@ def combine_runs(
 ) -> list[Run]:
     """Return runs with `adapters`, of equally many of these runs each, the fewest that fit a GPU by the estimate."""
     waiting = [run for run in runs if run.exit_code is None]
+    _report_finished(runs)
+    if len(waiting) > 1:
+        load_config(config, _settings_together(waiting, fixed, folder))  # refuses settings that adapters share
     if not dry_run:
         record_runs(folder, runs)
     if len(waiting) < 2:

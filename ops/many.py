@@ -1,18 +1,17 @@
 """Several adapters on the output of a frozen product: each has some of the tokens, which are sorted by adapter.
 
-Legend: T tokens of one adapter, I in, O out, R rank. Formulas as in ops/reference.py, for each adapter on its own rows.
-Every product has the shapes that it has when the adapter is trained alone, and no product reads the rows of two
+Legend: P adapters of equal tokens, ranks and scales, T tokens of each, I in, O out, R rank; each such bundle is a
+batched product. Formulas as in ops/reference.py, for each adapter on its own rows. No product reads the rows of two
 adapters: a NaN in one of them, where 0 * NaN would spread through a common product, stays there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ops.lora import check_adapters, padded_rank
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,72 @@ class Part:
 
     start: int
     end: int
-    layers: Sequence[int]
-    scales: Sequence[float]
+    layers: tuple[int, ...]
+    scales: tuple[float, ...]
+    ranks: tuple[int, ...]
     dropout: float = 0.0
     seed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Parts with adjacent rows that differ only in these and their factors; a part with dropout is alone."""
+
+    parts: Sequence[Part]
+    first: int
+    """Place of the first factor of the first part."""
+
+    @property
+    def one(self) -> Part:
+        return self.parts[0]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return [P, T, width] of a tensor of all tokens."""
+        flat = tensor.view(-1, tensor.shape[-1])[self.one.start : self.parts[-1].end]
+        return flat.view(len(self.parts), -1, tensor.shape[-1])
+
+    def factors(self, factors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
+        """Return [P, ...] of one layer's factors."""
+        return torch.stack([factors[place] for place in self.places(layer)]).to(dtype)
+
+    def places(self, layer: int) -> list[int]:
+        """Return the places of a layer's factors among all."""
+        return [self.first + number * len(self.one.layers) + layer for number in range(len(self.parts))]
+
+    def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
+        if not self.one.dropout:
+            return scale * (x_PTI @ down_PRI.mT)
+        options = [scale], self.one.dropout, self.one.seed
+        h_TR: Tensor = torch.ops.zerolora.lora_project(x_PTI[0], [down_PRI[0].contiguous()], *options)
+        return h_TR[None, :, : down_PRI.shape[1]]
+
+    def grad_down(self, x_PTI: Tensor, grad_h_PTR: Tensor) -> Tensor:
+        if not self.one.dropout:
+            return grad_h_PTR.mT @ x_PTI
+        _, gradient = torch.ops.zerolora.rank_pass(x_PTI[0], None, grad_h_PTR[0], self.one.dropout, self.one.seed)
+        return gradient[None]
+
+    def add_grad_x(self, grad_x_PTI: Tensor, grad_h_PTR: Tensor, down_PRI: Tensor) -> None:
+        if not self.one.dropout:
+            grad_x_PTI.baddbmm_(grad_h_PTR, down_PRI)
+            return
+        kept, up = grad_h_PTR[0] / (1.0 - self.one.dropout), down_PRI[0].t().contiguous()
+        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.one.dropout, self.one.seed)
+
+
+def _bundle(parts: Sequence[Part]) -> Iterator[_Bundle]:
+    def kind(numbered: tuple[int, Part]) -> tuple[Any, ...]:
+        number, part = numbered
+        tokens = part.end - part.start
+        # The second is equal for rows without a gap, which an adapter without these layers leaves.
+        alike = tokens, part.start - number * tokens, part.layers, part.scales, part.ranks
+        return *alike, number if part.dropout else -1
+
+    place = 0
+    for _, group in groupby(enumerate(parts), kind):
+        bundle = _Bundle([part for _, part in group], place)
+        place += len(bundle.parts) * len(bundle.one.layers)
+        yield bundle
 
 
 def add_adapters(
@@ -33,37 +94,25 @@ def add_adapters(
     """Return y_l + s (m*x) A^T B^T for the layers l that read x, in place; `downs` and `ups` follow parts and layers.
 
     x[..., I], y_l[..., O_l]; A[R, I], B[O_l, R]. The layers of a part share its dropout mask m, whose first row is the
-    part's first. Raises ValueError for shapes and types that do not fit.
+    part's first.
     """
-    place = 0
-    for part in parts:
-        many = len(part.layers)
-        outs = [ys[layer].shape[-1] for layer in part.layers]
-        factors = downs[place : place + many], ups[place : place + many]
-        check_adapters(x, outs, *factors, part.scales, part.dropout)
-        place += many
-    return list(_AddAdapters.apply(x, parts, len(ys), *ys, *downs, *ups))
+    return list(_AddAdapters.apply(x, list(_bundle(parts)), len(ys), *ys, *downs, *ups))
 
 
 class _AddAdapters(torch.autograd.Function):
-    """Saves x, the factors and h[T, R] of each part, nothing of size T x O, and no mask."""
+    """Saves x, the factors and h of each layer and bundle, nothing of size T x O, and no mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Sequence[Part], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, bundles: list[_Bundle], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ys, factors = tensors[:count], tensors[count:]
         downs, ups = factors[: len(factors) // 2], factors[len(factors) // 2 :]
-        x_TI = x.reshape(-1, x.shape[-1])
-        hs, place = [], 0
-        for part in parts:
-            rows, many = x_TI[part.start : part.end], len(part.layers)
-            own = downs[place : place + many]
-            h = torch.ops.zerolora.lora_project(rows, own, part.scales, part.dropout, part.seed)
-            for layer, h_TR, up in zip(part.layers, _columns(h, own), ups[place:], strict=False):
-                y_TO = ys[layer].view(-1, ys[layer].shape[-1])
-                y_TO[part.start : part.end].addmm_(h_TR, up.to(x.dtype).t())
-            hs.append(h)
-            place += many
-        ctx.parts, ctx.count = parts, count
+        hs = []
+        for bundle in bundles:
+            x_PTI = bundle.rows(x.contiguous())
+            for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
+                hs.append(bundle.project(x_PTI, bundle.factors(downs, layer, x.dtype), scale))
+                bundle.rows(ys[output]).baddbmm_(hs[-1], bundle.factors(ups, layer, x.dtype).mT)
+        ctx.bundles = bundles
         ctx.save_for_backward(x, *factors, *hs)
         ctx.mark_dirty(*ys)
         return ys
@@ -71,45 +120,19 @@ class _AddAdapters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
-        number = sum(len(part.layers) for part in ctx.parts)
-        downs, ups, hs = saved[:number], saved[number : 2 * number], saved[2 * number :]
-        x_TI = x.reshape(-1, x.shape[-1])
-        grad_x = torch.zeros_like(x_TI) if ctx.needs_input_grad[0] else None
-        grad_downs, grad_ups, place = [], [], 0
-        for part, h in zip(ctx.parts, hs, strict=True):
-            rows = slice(part.start, part.end)
-            own = range(place, place + len(part.layers))
-            for layer, scale, n, h_TR in zip(
-                part.layers, part.scales, own, _columns(h, [downs[n] for n in own]), strict=True
-            ):
-                grad_TO = grads[layer].reshape(-1, grads[layer].shape[-1])[rows]
-                grad_h_TR = scale * (grad_TO @ ups[n].to(x.dtype))
-                grad_ups.append((grad_TO.t() @ h_TR).to(ups[n].dtype))
-                down = downs[n].to(x.dtype)
-                grad_downs.append(_grad_down(x_TI[rows], grad_h_TR, part).to(downs[n].dtype))
+        number = sum(len(bundle.parts) * len(bundle.one.layers) for bundle in ctx.bundles)
+        downs, ups, hs = saved[:number], saved[number : 2 * number], iter(saved[2 * number :])
+        grad_x = x.new_zeros(x.shape) if ctx.needs_input_grad[0] else None
+        found: list[Tensor | None] = [None] * (2 * number)
+        grads = tuple(grad.contiguous() for grad in grads)
+        for bundle in ctx.bundles:
+            x_PTI = bundle.rows(x.contiguous())
+            for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
+                grad_PTO, down_PRI = bundle.rows(grads[output]), bundle.factors(downs, layer, x.dtype)
+                grad_h_PTR = scale * (grad_PTO @ bundle.factors(ups, layer, x.dtype))
+                parts = (bundle.grad_down(x_PTI, grad_h_PTR), grad_PTO.mT @ next(hs))
+                for place, down, up in zip(bundle.places(layer), *parts, strict=True):
+                    found[place], found[number + place] = down.to(downs[place].dtype), up.to(ups[place].dtype)
                 if grad_x is not None:
-                    _add_grad_x(grad_x[rows], grad_h_TR, down, part)
-            place += len(part.layers)
-        found = None if grad_x is None else grad_x.view(x.shape)
-        return found, None, None, *grads, *grad_downs, *grad_ups
-
-
-def _columns(h: Tensor, downs: Sequence[Tensor]) -> list[Tensor]:
-    """Return h[T, R] of each layer from `lora_project`'s columns."""
-    parts = h.split([padded_rank(len(down)) for down in downs], dim=1)
-    return [part[:, : len(down)] for part, down in zip(parts, downs, strict=True)]
-
-
-def _grad_down(x_TI: Tensor, grad_h_TR: Tensor, part: Part) -> Tensor:
-    if not part.dropout:
-        return grad_h_TR.t() @ x_TI
-    gradient: Tensor = torch.ops.zerolora.rank_pass(x_TI, None, grad_h_TR, part.dropout, part.seed)[1]
-    return gradient
-
-
-def _add_grad_x(grad_x_TI: Tensor, grad_h_TR: Tensor, down: Tensor, part: Part) -> None:
-    if not part.dropout:
-        grad_x_TI.addmm_(grad_h_TR, down)
-        return
-    kept = 1.0 - part.dropout
-    grad_x_TI += torch.ops.zerolora.rank_expand(grad_h_TR / kept, down.t().contiguous(), part.dropout, part.seed)
+                    bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
+        return grad_x, None, None, *grads, *found

@@ -107,7 +107,6 @@ class JointRun:
         self._join()
         for run in self.runs:
             run.find_checkpoint()
-        self._record({})
         lead = self.runs[0]
         lead.builder = self._builder
         engine = lead._start_engine(lead._build_model())
@@ -120,6 +119,7 @@ class JointRun:
         self._members = [
             _Member(run, number, name) for number, (run, name) in enumerate(zip(self.runs, choice.names, strict=True))
         ]
+        self._record({})
         for member in self._members:
             run, own = member.run, AdapterEngine(engine, member.number)
             run.loss, run.resident = self._loss, lead.resident

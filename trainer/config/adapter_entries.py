@@ -18,7 +18,6 @@ from trainer.config.errors import Mistake
 from trainer.config.messages import describe_errors
 from trainer.config.sections import RunConfig
 
-MOST = 256
 RESUME = "resume_from_checkpoint"
 OWN: tuple[str, ...] = tuple(RULES["settings_of_an_adapter"])
 """Settings that may differ between adapters: names, or sections that end in `.`."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.config.files import Count, find_json, read_json
+from trainer.contract.json_records import SWEEP
 from trainer.contract.whole_files import write_json
 
 MOST_HALVINGS = 3
@@ -90,9 +91,11 @@ def forget_restarts(run_dir: Path) -> None:
 
 
 def complete_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return the complete checkpoints in the folder with their times in nanoseconds."""
-    markers = run_dir.glob("checkpoint-*/COMPLETE")
-    named = {marker.parent.name: marker for marker in markers if _NUMBERED.fullmatch(marker.parent.name)}
+    """Return the complete checkpoints of the run, or of its adapters, with their times in nanoseconds."""
+    has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
+    markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
+    folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
+    named = {name: marker for name, marker in folders.items() if _NUMBERED.fullmatch(marker.parent.name)}
     return {name: marker.stat().st_mtime_ns for name, marker in named.items()}
 
 

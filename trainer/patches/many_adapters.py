@@ -132,7 +132,6 @@ class _CommonGroup(Group):
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])
         self._layers, self._choice = list(layers), choice
-        self._zeros: list[tuple[Tensor, Tensor]] = []
         self._mask: dict[str, int] = {}
         """Number of this group's dropout mask within a pass, by adapter."""
         for name in choice.names:
@@ -149,13 +148,14 @@ class _CommonGroup(Group):
         ups: list[Tensor] = []
         start = 0
         for name, tokens in self._choice.rows:
-            own = [place for place, layer in enumerate(layers) if name in layer.members]
+            own = tuple(place for place, layer in enumerate(layers) if name in layer.members)
             if own:
                 chosen = [layers[place].members[name] for place in own]
-                scales = [member.layer.scaling[name] for member in chosen]
+                scales = tuple(member.layer.scaling[name] for member in chosen)
+                ranks = tuple(len(member.down) for member in chosen)
                 dropout = chosen[0].dropout
                 seed = self._choice.seeds[name][self._mask[name]] if dropout else None
-                parts.append(Part(start, start + tokens, own, scales, dropout, seed))
+                parts.append(Part(start, start + tokens, own, scales, ranks, dropout, seed))
                 downs += [member.down for member in chosen]
                 ups += [member.up for member in chosen]
             start += tokens

@@ -68,13 +68,16 @@ class AdapterGuard:
 
     def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
         """Install the guard on an engine of stage 1 or 2 with a group for each adapter; a limit of 0 does not clip."""
-        self._engine, self._zero, self._limits = engine, engine.optimizer, limits
+        self._zero, self._limits = engine.optimizer, limits
         self._updated = 0
         self.waiting: set[int] = set()
         """Adapters that are not trained at present."""
         self.norms: list[Tensor] = []
         """Norm of each adapter's gradient in the last step, before clipping."""
         require(self._zero, NORM_METHOD, "deepspeed")
+        self._on_device = engine.device.type == "cuda" and bool(engine.basic_optimizer.defaults.get("fused"))
+        if self._on_device:
+            require_fused_update(engine.basic_optimizer, engine.device)
         # DeepSpeed would skip all adapters for the gradient of one; it clips nothing, as its limit is 0.
         replace(self._zero, NORM_METHOD, lambda *_, **__: torch.zeros((), device=engine.device))
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
@@ -98,7 +101,7 @@ class AdapterGuard:
         if own in self.waiting:
             for parameter in parameters:
                 parameter.grad = None
-        elif optimizer.defaults.get("fused") and self._engine.device.type == "cuda":
+        elif self._on_device:
             _give(optimizer, norm, limit)
         elif not torch.isfinite(norm):
             for parameter in parameters:

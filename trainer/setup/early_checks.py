@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from trainer.checkpoint.checkpoint_files import choose_checkpoint
+from trainer.checkpoint.checkpoint_files import choose_checkpoint, list_checkpoints
 from trainer.checkpoint.output_folder import check_free, check_place
-from trainer.config import RunConfig, SourceSection
+from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
 from trainer.data.source_files import read_template
 from trainer.data.sources import local_path
@@ -21,6 +21,11 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     for run in config.runs:
         check_early(run, to_train=to_train)
     if config.runs:
+        found = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
+        if to_train and config.training.resume_from_checkpoint == "latest" and not found:
+            raise UserError(
+                "training.resume_from_checkpoint=latest: no adapter has a checkpoint to resume from; remove it"
+            )
         return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
