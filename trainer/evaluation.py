@@ -1,7 +1,7 @@
 """The evaluations of a run: the held-out loss, scores, and samples."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,10 @@ class Evaluation:
         if self._task.counted == "tokens" and not measured:
             measured = {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
         return loss, measured
+
+    def mean_loss(self, batches: Iterable[Any]) -> float:
+        """Return the loss of batches per target, in nats; every rank must call it."""
+        return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""

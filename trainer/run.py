@@ -17,22 +17,17 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, fit_max_length, skipped_records
 from trainer.evaluation import Evaluation, Measurement
 from trainer.loop import Loop
-from trainer.memory.oom_recovery import Recovery
-from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import Metrics
-from trainer.parallel.engine.optimizer import build_schedule, has_moved, planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.scu.controller import Steering
-from trainer.scu.steering import fit_to_target, start_steering
+from trainer.scu.steering import check_start, fit_to_target, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join
-from trainer.setup.kinds import kind_of
 from trainer.setup.step_hooks import build_hooks
-from trainer.step import StepContext, evaluate_loss
+from trainer.step import StepContext
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
@@ -46,7 +41,6 @@ class Run:
     # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
-    memory: MemoryPlan
     task: Task
     total_steps: int
     builder: Builder
@@ -60,8 +54,6 @@ class Run:
     restored_scu: dict[str, Any] | None
     steering: Steering | None
     # train, save
-    metrics: Metrics | None
-    """On rank 0, once the folder is open."""
     evaluation: Evaluation
     resident: int
     """Bytes on the GPU after the engine has started, which stay there for the whole run."""
@@ -88,7 +80,7 @@ class Run:
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
-        self.restored_scu = self.steering = self.metrics = None
+        self.restored_scu = self.steering = None
 
     def train(self) -> Position:
         """Join the other ranks, train, and save; every rank must call it."""
@@ -101,14 +93,12 @@ class Run:
         model = self._build_model()
         engine = self._start_engine(model)
         position = self._restore(engine)
-        self.steering = self._start_steering(engine, position)
-        prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
-        self.metrics = self.folder.open(
-            model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint
-        )
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
+        self.steering = self._start_steering(engine, position)
+        prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
+        self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         loop = self._build_loop(engine, position)
         try:
@@ -126,17 +116,16 @@ class Run:
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
-            if kept_step is not None and after is not None and self.metrics is not None:
-                self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            moved, identity = has_moved(self.schedule), self.checkpoints.identity()
-            self.folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
+            if kept_step is not None and after is not None:
+                self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
+            self.checkpoints.save_result(engine, self.schedule, factor)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
-        self.peak = peak_over_ranks(self.device)
+        self.peak = self.memory.measure_peak(self.device)
         engine.destroy()
         self._finish(position, before, after)
         return position
@@ -173,7 +162,7 @@ class Run:
     def _restore(self, engine: Engine) -> Position:
         """Create batches and schedule, and return the position, restored from a checkpoint if given."""
         self.batches = self.task.batches()
-        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+        self.schedule = self.builder.schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
 
@@ -181,17 +170,15 @@ class Run:
     def _start_steering(self, engine: Engine, position: Position) -> Steering | None:
         if not self.config.scu.enabled:
             return None
-        steering, notes = start_steering(
+        steering, warnings = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
-        loss, _ = evaluate_loss(engine, self.loss, batches)
-        rates = planned_rates(self.schedule, self.total_steps)[position.step :]
-        ratio = self.config.lora.loraplus_lr_ratio or 1.0
-        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=position.step > 0)
-        for warning in [*notes, *warnings]:
+        bits = self.evaluation.mean_loss(batches) / math.log(2)
+        warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
+        for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
@@ -203,7 +190,7 @@ class Run:
             config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
             partial(self.evaluation.sample, folder=self.folder), self.say,
         )  # fmt: skip
-        recovery = Recovery(config, self.ranks.world_size, kind_of(config).planner)
+        recovery = self.memory.recovery(self.ranks.world_size)
         context = StepContext.for_run(
             recovery, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say
         )
@@ -214,7 +201,7 @@ class Run:
             position,
             steps,
             stop=self.stop,
-            reporter=self.metrics,
+            reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.measurement is None else None,
             counted=self.task.counted,
@@ -226,8 +213,7 @@ class Run:
         if self.evaluation.is_defined and not is_done:
             _, values = self.evaluation.measure(first=when == "before")
             loss = values.get("eval/loss")
-            if self.metrics is not None:
-                self.metrics.log(position.step, values)
+            self.folder.log(position.step, values)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
@@ -239,14 +225,13 @@ class Run:
             f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
-        if self.metrics is not None:
-            self.metrics.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
+        self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
 
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:
-        if self.metrics is None:
+        if self.folder.metrics is None:
             return
-        self.metrics.close()
+        self.folder.metrics.close()
         if self.measurement is not None:
             found = f": {after:.4f}" if after is not None else ""
             self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
@@ -254,7 +239,7 @@ class Run:
         self.folder.check()
         self.folder.write_times()
         with self.folder.tolerating_full_disk("the measured memory"):
-            self.say(record_memory(self.folder.path, self.memory, self.peak, self.device))
+            self.say(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
@@ -267,5 +252,5 @@ class Run:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""
         if hasattr(self, "checkpoints"):
             self.checkpoints.wait_for_save(FINISH_SAVE_S)
-        if self.metrics is not None:
-            self.metrics.close()
+            if self.folder.metrics is not None:
+                self.folder.metrics.close()

@@ -103,7 +103,12 @@ class CheckpointManager:
             batches.load_state_dict(state.get("stream", {}))
         return position, state.get("scu")
 
-    def identity(self) -> dict[str, Any] | None:
+    def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
+        """Write the final weights, the adapter's update times `factor`; a collective call. Raises SaveFailed."""
+        moved, identity = has_moved(schedule), self._find_identity()
+        self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
+
+    def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
             found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
@@ -151,7 +156,7 @@ class CheckpointManager:
         def write(folder: Path) -> None:
             self._copies.wait()
             if self._ranks.is_main:
-                rank_state.state["run"] = self.identity()
+                rank_state.state["run"] = self._find_identity()
                 write_weights(folder)
             for file in rank_state.write(folder):
                 sync(file)

@@ -61,7 +61,8 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
-        self._metrics: Metrics | None = None
+        self.metrics: Metrics | None = None
+        """On rank 0, once the folder is open."""
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
 
@@ -79,8 +80,8 @@ class RunFolder:
         precision: str,
         prompt_text: str | None,
         checkpoint: Path | None,
-    ) -> Metrics | None:
-        """Write the run's record, after all checks have passed; return rank 0's metrics.
+    ) -> None:
+        """Write the run's record and open the metrics, after all checks have passed.
 
         `checkpoint` is the one that the run resumes from.
         """
@@ -98,13 +99,16 @@ class RunFolder:
             self._write_record()
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
-        if not is_main:
-            return None
-        self._metrics = Metrics(
-            self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
-            before_writing=self.check, settings=config.model_dump(mode="json"),
-        )  # fmt: skip
-        return self._metrics
+        if is_main:
+            self.metrics = Metrics(
+                self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
+                before_writing=self.check, settings=config.model_dump(mode="json"),
+            )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write metrics of a step on rank 0."""
+        if self.metrics is not None:
+            self.metrics.log(step, values)
 
     def _copy_initial_adapter(self, source: Path) -> None:
         """Copy the initial adapter of the resumed run into this folder, unless it is already there."""
@@ -126,8 +130,8 @@ class RunFolder:
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
         self._keep(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
-        if self._metrics is not None:
-            self._metrics.log_image(step, prompt, image)
+        if self.metrics is not None:
+            self.metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""

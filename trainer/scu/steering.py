@@ -13,6 +13,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
 from trainer.model.adapter_scale import scale_adapter, scaled_adapter
+from trainer.parallel.engine.optimizer import planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
@@ -48,6 +49,14 @@ def start_steering(
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
     return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
+
+
+def check_start(
+    steering: Steering, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
+) -> list[str]:
+    """Return warnings if the planned learning rates cannot reach the target; `bits` is the loss before `step`."""
+    ratio = config.lora.loraplus_lr_ratio or 1.0
+    return steering.check_target(bits, planned_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
 
 def build_divergence(
