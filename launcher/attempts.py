@@ -16,7 +16,7 @@ from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import is_requeued, lost_nodes
-from trainer.config import LoadedConfig, UserError
+from trainer.config import TrainingSection, UserError
 from trainer.config.files import Positive, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
 
@@ -29,16 +29,17 @@ class Attempts:
     def __init__(
         self,
         arguments: Sequence[str],
-        loaded: LoadedConfig,
+        training: TrainingSection,
+        run_dir: Path,
         planned: Plan,
         slots: RankSlots,
         prestarted: PrestartedRanks | None,
     ) -> None:
         """Prepare the first start with `planned` and the `prestarted` ranks; later starts choose among `slots`."""
-        self._arguments, self._training, self._prestarted = arguments, loaded.config.training, prestarted
+        self._arguments, self._training, self._prestarted = arguments, training, prestarted
         self._planned: Plan | None = planned
         self._slots = slots
-        self._logs = Path(loaded.config.output_dir) / "logs"
+        self._logs = run_dir / "logs"
         self._full_size = 0
         self._used_slots: Sequence[int] = ()
         self._excluded: frozenset[int] = frozenset()

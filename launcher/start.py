@@ -49,7 +49,7 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {get_version()}: {arguments[0]}")
-    from trainer.setup.early_checks import check_early  # imports numpy, which other commands do not need
+    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
 
     check_early(loaded.config)
     with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
@@ -67,7 +67,7 @@ def start(
             if is_job_start:
                 record_start(run_dir, os.environ)
             words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            code = Attempts(words, loaded, (build, reach), slots, prestarted).train()
+            code = Attempts(words, loaded.config.training, run_dir, (build, reach), slots, prestarted).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended
                     record_end(run_dir, os.environ, code)

@@ -87,10 +87,7 @@ class Evaluation:
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples, or use training.precision: bf16 instead of fp16"
             )
-        measured = self._loss.values(training=False)
-        if self._task.counted == "tokens" and not measured:
-            measured = {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
-        return loss, measured
+        return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
 
     def mean_loss(self, batches: Iterable[Any]) -> float:
         """Return the loss of batches per target, in nats; every rank must call it."""

@@ -14,7 +14,7 @@ from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.data.prepared import Prepared, fit_max_length, skipped_records
+from trainer.data.prepared import Prepared, skipped_records
 from trainer.evaluation import Evaluation, Measurement
 from trainer.loop import Loop
 from trainer.monitor.console import Output
@@ -26,7 +26,6 @@ from trainer.scu.controller import Steering
 from trainer.scu.steering import check_start, fit_to_target, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join
-from trainer.setup.step_hooks import build_hooks
 from trainer.step import StepContext
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
@@ -76,7 +75,7 @@ class Run:
 
         Without `verbose` the console shows only the most important lines before the first step.
         """
-        self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
+        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
@@ -186,10 +185,8 @@ class Run:
         config, steps = self.config, self.total_steps
         loss = self.builder.step_loss(self.loss, engine.module, self.say)
         extend_timeouts(collective_timeout(config.training))
-        hooks = build_hooks(
-            config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
-            partial(self.evaluation.sample, folder=self.folder), self.say,
-        )  # fmt: skip
+        sample = partial(self.evaluation.sample, folder=self.folder)
+        hooks = self.builder.hooks(engine, self.steering, position, steps, self._count_skipped, sample, self.say)
         recovery = self.memory.recovery(self.ranks.world_size)
         context = StepContext.for_run(
             recovery, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say
@@ -240,13 +237,17 @@ class Run:
         self.folder.write_times()
         with self.folder.tolerating_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))
-        for source, count in skipped_records(self.config, self.prepared, self.batches).items():
+        for source, count in self._count_skipped().items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self.stop:
             self.folder.print_how_to_resume(position.step)
         else:
             self.folder.write_report(before, after)
+
+    def _count_skipped(self) -> dict[str, int]:
+        skips = self.config.dataset.on_bad_record == "skip"
+        return skipped_records(self.prepared, self.batches) if skips else {}
 
     def close(self) -> None:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""

@@ -16,7 +16,7 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
@@ -25,9 +25,10 @@ from trainer.model.base import check_weights, empty_model, load_base_model, load
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
-from trainer.model.stored_fp8 import Fp8Form, check_saved_modules, check_settings_fit
+from trainer.model.stored_fp8 import Fp8Form
 from trainer.parallel.engine.layer_gather.unit import find_slots
 from trainer.patches.fused_lora import fuse
+from trainer.setup.text_run import check_saved_modules, check_settings_fit
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)

@@ -87,7 +87,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
     with FolderLock.take(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
         assert f"OK but for output_dir=run: a run is active in it (process {os.getpid()} on " in capsys.readouterr().out
-    write_run_record(run, load_config(config).config, 1, "cpu", "fp32")
+    write_run_record(run, load_config(config).config.model_dump_json(), 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
     assert "OK but for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out

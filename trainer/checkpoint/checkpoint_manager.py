@@ -21,8 +21,7 @@ from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_out
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
+from trainer.checkpoint.identity import describe_finished, plan_resumption, run_identity
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig

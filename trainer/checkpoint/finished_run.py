@@ -85,12 +85,6 @@ def find_run(
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
-def refuse_reward_model(run: FinishedRun, reason: str) -> None:
-    """Raise UserError for a reward model, in commands for models that generate text."""
-    if run.config.task == "reward":
-        raise UserError(f"{run.folder}: the adapter is of a reward model, and {reason}")
-
-
 def _check_adapter(folder: Path, run_dir: Path) -> None:
     """Raise UserError, with the file's name, if the adapter is damaged."""
     if problem := find_adapter_damage(folder):
@@ -176,6 +170,8 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
     """
     set_seed(run.config.seed)  # rows of added tokens are random: every output of a run must have the same
     match_vocabulary(base, tokenizer)
+    if run.config.model.has_score:
+        base.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 

@@ -29,7 +29,7 @@ from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.rank_arguments import resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import METRICS_FILE, Metrics
+from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
@@ -95,7 +95,7 @@ class RunFolder:
             if moved:
                 self._say.show(moved)
             run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
-            self._write_record = partial(write_run_record, self.path, config, *run_on)
+            self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *run_on)
             self._write_record()
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
@@ -204,7 +204,7 @@ class RunFolder:
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
                 self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
-        for line in end_summary(self.path, self._config, page, before, after):
+        for line in end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
             self._say(line)
 
     def print_how_to_resume(self, step: int) -> None:
@@ -244,5 +244,5 @@ class RunFolder:
     def _write_card(self, result: Path) -> None:
         """Write the model card, unless the folder has one that the user wrote."""
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
-            card = self._task.card(self.path, str(self.path.resolve()))
+            card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

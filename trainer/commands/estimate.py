@@ -20,7 +20,6 @@ from trainer.commands.longest_sequence import find_longest, longest_lines
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
@@ -183,11 +182,11 @@ def main(argv: list[str] | None = None) -> None:
     memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
-    check_ranks(config, gpus)
+    check_ranks(config.parallel.sequence, config.zero, gpus)
     PROGRESS.show(f"reading {config.base_model} and the data")
     planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
     of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
-    config = fit_max_length(config, of_model)
+    config = config.fit_max_length(of_model)
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:

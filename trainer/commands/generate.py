@@ -28,11 +28,9 @@ from trainer.checkpoint.finished_run import (
     find_run,
     load_trained,
     quiet_libraries,
-    refuse_reward_model,
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
-from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
@@ -42,9 +40,10 @@ from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
-from trainer.model.image_reader import read_prompt_images
+from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
+from trainer.setup.kinds import refuse_unsupported
 
 
 class AnswerStreamer(TextStreamer):
@@ -157,14 +156,14 @@ def load_for_prompts(
     The settings have the system prompt of --system, if given. Raises UserError.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, "images are generated with diffusers; see its README.md")
-    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
+    refuse_unsupported(run, "generate")
     tokenizer = saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:
         section = section.model_copy(update={"system_prompt": arguments.system or None})
-    images = read_prompt_images(run.config, tokenizer, arguments.image)
+    reader = load_image_reader(run.config.base_model, run.config.model, run.config.dataset, tokenizer)
+    images = read_prompt_images(reader, arguments.image)
     if arguments.image and text is not None:
         raise UserError("--image: needs prompts in the chat template; add --chat")
     if isinstance(sys.stdout, TextIOWrapper):

@@ -12,10 +12,8 @@ from trainer.commands.atomic_output import check_output, move_into_place, tempor
 from trainer.config import UserError
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.saved_adapter import load_adapter
-from trainer.monitor.metrics import Record
 from trainer.monitor.report.sample_images import SAMPLES
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.tasks.images.card import image_card
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
@@ -23,55 +21,43 @@ from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 KOHYA = "lora.safetensors"
 
 
+class ImageAdapter:
+    """An adapter of an image model."""
+
+    @staticmethod
+    def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
+        merge_images(run, output, dtype=dtype, scale=scale)
+        return f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})"
+
+    @staticmethod
+    def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+        """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`)."""
+        pipeline = _pipeline(run)
+        if form == "hf":
+            merge_images(run, output, dtype="auto", scale=1.0)
+            return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
+        with temporary_output(output) as folder:
+            if form == "kohya":
+                save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
+            else:
+                for name in (*ADAPTER, DIFFUSERS):
+                    shutil.copyfile(run.folder / name, folder / name)
+            move_into_place(folder, output)
+        if form == "kohya":
+            return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
+        return [f"pipeline.load_lora_weights({str(output)!r})"]
+
+    @staticmethod
+    def copy_companions(run: FinishedRun, folder: Path) -> None:
+        """Copy the adapter in diffusers' format and the final sample images."""
+        shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
+        for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
+            (folder / SAMPLES).mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / SAMPLES / file.name)
+
+
 def _pipeline(run: FinishedRun) -> Pipeline:
     return read_pipeline(run.config.base_model, run.config.model)
-
-
-def is_image_run(run: FinishedRun) -> bool:
-    """Return whether the run trained an image model, whose adapter is also saved in diffusers' format."""
-    return (run.folder / DIFFUSERS).is_file()
-
-
-def refuse_images(run: FinishedRun, reason: str) -> None:
-    """Raise UserError for an image model, in commands for language models only."""
-    if is_image_run(run):
-        raise UserError(f"{run.folder}: the adapter is of an image model, and {reason}")
-
-
-def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
-    """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`).
-
-    Returns lines on how to use it.
-    """
-    pipeline = _pipeline(run)
-    if form == "hf":
-        merge_images(run, output, dtype="auto", scale=1.0)
-        return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
-    if form not in ("peft", "kohya"):
-        refuse_images(run, f"--format {form} is for language models")
-    with temporary_output(output) as folder:
-        if form == "kohya":
-            save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
-        else:
-            for name in (*ADAPTER, DIFFUSERS):
-                shutil.copyfile(run.folder / name, folder / name)
-        move_into_place(folder, output)
-    if form == "kohya":
-        return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
-    return [f"pipeline.load_lora_weights({str(output)!r})"]
-
-
-def copy_image_files(run: FinishedRun, folder: Path) -> None:
-    """Copy the adapter in diffusers' format and the final sample images, for an upload."""
-    shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
-    for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
-        (folder / SAMPLES).mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / SAMPLES / file.name)
-
-
-def image_model_card(run: FinishedRun, records: list[Record], name: str) -> str:
-    """Return the model card of an image model's adapter."""
-    return image_card(run.config, _pipeline(run), records, name)
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:

@@ -1,192 +1,16 @@
-"""`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora.
-
-Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
-precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
-published in MXFP4 (gpt-oss) is quantized to it again, and the error is printed. An FP8 base is dequantized to the
-requested dtype.
-"""
+"""`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor, nn
-
-from trainer.checkpoint.finished_run import (
-    FinishedRun,
-    add_run_arguments,
-    attach_adapter,
-    default_device,
-    find_run,
-    load_full_base,
-    quiet_libraries,
-    refuse_reward_model,
-    saved_tokenizer,
-)
-from trainer.checkpoint.identity import ALLOW
-from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.image_adapter import is_image_run, merge_images
-from trainer.commands.integers import IntegerMerge
-from trainer.config import CommandParser, RunConfig, UserError, reports_errors
-from trainer.model import mxfp4
-from trainer.model.adapter_scale import parse_scale, scale_adapter
-from trainer.model.base import load_model_config
-from trainer.model.integer_weights import BITS, Integers
-from trainer.model.model_kind import is_mxfp4
-from trainer.model.saved_adapter import check_separate_weights
-from trainer.model.stored_fp8 import fp8_form
-from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
-from trainer.model.tensor_files import SafetensorsFiles
-from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.monitor.report.recorded import read_run
+from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
+from trainer.commands.adapter_kinds import adapter_kind
+from trainer.config import CommandParser, reports_errors
+from trainer.model.adapter_scale import parse_scale
+from trainer.model.integer_weights import BITS
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-
-SHARD_SIZE = "5GB"
-
-
-def merge(
-    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
-) -> Path:
-    """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
-
-    `scale`: factor of the adapter's update.
-    `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
-
-    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if its disk is too
-    full, or the files differ from memory or are not finite.
-    """
-    check_output(output)
-    if scale != 1.0 or quantize is not None:
-        refuse_reward_model(run, "--scale and --quantize are for models that write text; merge without them")
-    merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
-    with temporary_output(output) as folder:
-        save_merged(folder, *merged)
-        move_into_place(folder, output)
-    return output
-
-
-def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
-
-    Raises UserError if the base is in MXFP4, or a library is missing.
-    """
-    if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
-        raise UserError(f"--quantize={kind}: the base is stored in MXFP4 and stays so; merge without it")
-    trained_for = run.config.training.qat
-    if trained_for != kind:
-        how = "not trained for integers" if trained_for is None else f"trained for {trained_for}"
-        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more", file=sys.stderr)
-    if dtype == "auto":
-        dtype = read_run(run.run_dir).get("precision") or "auto"
-    return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
-
-
-def build_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
-) -> tuple[Any, Any, dict[str, Tensor] | None]:
-    """Return the merged model on the CPU, its tokenizer, and the state dict to save if not the model's own.
-
-    Raises UserError if the base is not in full precision.
-    """
-    tokenizer = saved_tokenizer(run)
-    integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
-    wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    wanted = wanted if integers is None else integers.dtype
-    base = load_full_base(run, wanted)
-    types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
-    # With an adapter in 32 bits only the sum is rounded.
-    adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
-    scale_adapter(adapted, scale)
-    _untie_head(adapted)
-    check_separate_weights(adapted, "merge")
-    if integers is not None:
-        integers.round(adapted)
-    model = adapted.merge_and_unload()
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
-        if each.is_floating_point():
-            each.data = each.data.to(types.get(name, wanted))
-    model.config.use_cache = True  # training switched it off
-    if run.config.task == "reward":
-        model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
-    if integers is not None:
-        return model, tokenizer, integers.build_state_dict(model)
-    return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
-
-
-def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
-    """Write what `build_merged` returned and verify the weights; raises RuntimeError if they differ."""
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
-    write_files(tokenizer_files(tokenizer), folder)
-    check_saved(model, folder, values)
-
-
-def _untie_head(adapted: Any) -> None:
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-    from peft.utils.other import TrainableTokensWrapper
-
-    base = adapted.get_base_model()
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if not base.config.tie_word_embeddings or not any(
-        isinstance(layer, LoraLayer | ModulesToSaveWrapper) for layer in (head, embedding)
-    ):
-        return
-    original = head.original_module if isinstance(head, ModulesToSaveWrapper | TrainableTokensWrapper) else head
-    original = original.get_base_layer() if isinstance(original, LoraLayer) else original
-    original.weight = nn.Parameter(original.weight.detach().clone(), requires_grad=False)
-    base.config.tie_word_embeddings = False
-    base.all_tied_weights_keys = {}
-
-
-def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
-    """Return the dtype of the merged model; `auto` is what the base is stored in, fp32 if not configured.
-
-    Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
-    """
-    config = load_model_config(run.config.base_model, run.config.model)
-    fp8 = fp8_form(config) is not None
-    if fp8 and dtype == "auto":
-        raise UserError(
-            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; pass "
-            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
-        )
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
-        raise UserError(
-            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; pass the "
-            f"original model with --base-model and {ALLOW}"
-        )
-    if dtype != "auto":
-        return DTYPES[dtype]
-    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    stored = getattr(torch, stored) if isinstance(stored, str) else stored
-    return stored if stored in DTYPES.values() else torch.bfloat16
-
-
-def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
-
-    `values` is the saved state dict, if not the model's own.
-    """
-    expected = model.state_dict() if values is None else values
-    stored_elements = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as handle:
-            for name in handle.keys():
-                value = handle.get_tensor(name)
-                stored_elements += value.numel()
-                if value.is_floating_point() and not torch.isfinite(value).all():
-                    raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
-                # transformers stores some layers (experts) under other names than in memory.
-                if name in expected and not torch.equal(value, expected[name]):
-                    raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    if values is not None:
-        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
-    if stored_elements < elements:
-        raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
+from trainer.setup.kinds import refuse_unsupported
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -218,59 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
-    output = arguments.output or arguments.run / name
-    if not is_image_run(run):
-        merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize)
-        auto = "AutoModelForSequenceClassification" if run.config.task == "reward" else "AutoModelForCausalLM"
-        print(f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})")
-        return
-    if arguments.quantize is not None:
-        raise UserError(f"--quantize={arguments.quantize}: is for language models; merge without it")
-    merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale)
-    print(f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})")
-
-
-def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
-    """Return the merged state dict in MXFP4 and set `quantization_config`; None if the base is not in MXFP4.
-
-    Prints the rounding error next to the change by the adapter, as root mean squares over all experts.
-    """
-    stored_config = load_model_config(config.base_model, config.model)
-    if not is_mxfp4(stored_config):
-        return None
-    files = SafetensorsFiles(config.base_model, config.model)
-    values: dict[str, Tensor] = dict(model.state_dict())
-    size = changed = lost = 0.0
-    for name, stored in stored_layout(model, files, config.base_model).items():
-        if not stored.is_mxfp4:
-            continue
-        merged = values.pop(name)
-        parts: dict[str, list[Tensor]] = {BLOCKS: [], SCALES: []}
-        for index in range(len(merged)):
-            blocks, scales = (files.read(stored.names[part][0], index)[0] for part in (BLOCKS, SCALES))
-            base = mxfp4.dequantized(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
-            wanted = merged[index].t().float()
-            after = mxfp4.quantized(wanted) if not torch.equal(wanted, base) else (blocks, scales)
-            written = mxfp4.dequantized(*after, torch.float32).view_as(wanted)
-            size += float(wanted.square().sum())
-            changed += float((wanted - base).square().sum())
-            lost += float((written - wanted).square().sum())
-            for part, value in zip((BLOCKS, SCALES), after, strict=True):
-                parts[part].append(value)
-        values |= {name + part: torch.stack(each) for part, each in parts.items()}
-    model.config.quantization_config = stored_config.quantization_config
-    print(_describe_error(changed, lost, size), file=sys.stderr)
-    return values
-
-
-def _describe_error(changed: float, lost: float, size: float) -> str:
-    if not changed:
-        return "experts: unchanged, in MXFP4"
-    return (
-        f"experts: requantized to MXFP4, as in the base: rounding changes the merged weights by "
-        f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
-        "them unrounded"
-    )
+    options = {"dtype": arguments.dtype, "scale": arguments.scale, "quantize": arguments.quantize}
+    for option, is_given in (("--scale", arguments.scale != 1.0), ("--quantize", arguments.quantize is not None)):
+        if is_given:
+            refuse_unsupported(run, f"merge {option}")
+    print(adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, count_samples, fit_max_length
+from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import (
     resolve_eval_and_save_steps,
     resolve_global_batch,
@@ -20,7 +20,7 @@ from trainer.setup.kinds import kind_of
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
     """Return lines `name: text` that describe the run with this model, data and number of ranks."""
-    config = fit_max_length(config, prepared.longest)
+    config = config.fit_max_length(prepared.longest)
     model, lines = kind_of(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":

@@ -11,12 +11,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.checkpoint.output_folder import find_obstacle
+from trainer.checkpoint.output_folder import check_early, find_obstacle
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
-from trainer.setup.early_checks import check_early
 
 
 @reports_errors()

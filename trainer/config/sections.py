@@ -221,6 +221,13 @@ class RunConfig(Section):
         """Return the number of ranks that train on different samples: one per group that shares a sequence."""
         return max(1, ranks // self.parallel.sequence)
 
+    def fit_max_length(self, longest: int | None) -> "RunConfig":
+        """Return the configuration with sequences no longer than the model's context, unless a length was given."""
+        data = self.dataset
+        if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
+            return self
+        return self.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
+
     @model_validator(mode="after")
     def _give_score_head(self) -> "RunConfig":
         if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations

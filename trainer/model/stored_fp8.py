@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from ops.reference import dequantize_blocks
-from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.config import UserError
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
-from trainer.parallel.engine.linear_layers import is_linear
 
 E4M3 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
@@ -90,48 +89,6 @@ def _pair(block: Any) -> Block | None:
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]
-
-
-def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    """Raise UserError for settings that a base in FP8 does not support."""
-    if fp8_form(model_config) is None:
-        return
-    base, lora = config.base_model, config.lora
-    kind = config.quantization.quant_type
-    if config.adapter == "qlora" and kind != "fp8":
-        raise UserError(
-            f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
-            "time; use adapter: lora, or quantization.quant_type: fp8, or use the 16-bit model"
-        )
-    if config.training.qat:
-        raise UserError(
-            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; use "
-            "the 16-bit model"
-        )
-    if config.zero.offload_parameters and not gathers_by_layer(config):
-        raise UserError(
-            f"zero.offload_parameters=true: zero.gather=module cannot offload {base}, which is stored in FP8; use "
-            "zero.gather: layer, or turn it off"
-        )
-    if lora.dora or lora.init not in ("default", "gaussian", "orthogonal"):
-        given = "lora.dora=true" if lora.dora else f"lora.init={lora.init}"
-        raise UserError(
-            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or use the 16-bit model"
-        )
-
-
-def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
-    """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
-    form, head = fp8_form(model_config), empty.get_output_embeddings()
-    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
-        held = is_linear(module) and module is not head and (form is None or form.holds(path))
-        for name in config.lora.modules_to_save if held else ():
-            if f".{name}." in f".{path}.":
-                how = "is stored in FP8" if form else f"is held in {config.quantization.quant_type}"
-                raise UserError(
-                    f"lora.modules_to_save={name}: the weight of {path} {how} and cannot be trained; remove it, or use "
-                    f"the 16-bit model{'' if form else ' with adapter: lora'}"
-                )
 
 
 class Fp8Files:

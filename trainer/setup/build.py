@@ -1,6 +1,7 @@
 """Build the model and its engine: base, adapter, fused operators, checkpointing, optimizer."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,14 @@ from rich.table import Table
 from trainer.config import RunConfig, engine_zero, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import adapted_layers, apply_adapter, count_parameters, rank_lines
+from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter, count_parameters, rank_lines
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
+from trainer.monitor.console import Output
+from trainer.monitor.expert_load import ExpertLoad
+from trainer.monitor.hooks import Hook
+from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.spikes import History, SpikeWatch
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -24,6 +30,7 @@ from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.mamba import unadapted_lines
+from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -103,6 +110,29 @@ class Builder:
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
         return GraphedLoss.of(loss, model, mode, say, has_experts=has_experts) or loss
 
+    def hooks(
+        self, engine: Engine, steering: object | None, history: History, total_steps: int,
+        skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
+    ) -> list[Hook]:  # fmt: skip
+        """Return the hooks of the steps on this rank, in the order of their calls.
+
+        `skipped` counts skipped records by source, `sample` generates samples at a step.
+        """
+        config, task, ranks, model = self._config, self._task, self._ranks, engine.module
+        profiled = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
+        hooks: list[Hook | None] = [
+            FirstGradients(GradientCheck(model, finite=not engine.fp16_enabled())),
+            StartReport(say),
+            StepProfiler.for_run(*profiled, engine, steering),
+            ExpertLoad.for_model(model, compiled=config.training.torch_compile),
+        ]
+        if ranks.is_main:
+            hooks += [SkippedRecords(skipped), task.meter(model)]
+            hooks += [SpikeWatch(say, history)] if config.training.on_spike == "warn" else []
+        if task.sample_every:
+            hooks.append(Samples(sample, task.sample_every, total_steps))
+        return [hook for hook in hooks if hook is not None]
+
     def _summary(self, model: Any) -> list[Any]:
         """Return a line on trained parameters, precision, ZeRO stage and devices, and a table of the adapted layers."""
         trainable, total = count_parameters(model)
@@ -149,9 +179,13 @@ class Builder:
 
     def _patches(self, shards: LayerShards | None) -> Wanted:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
-        decided = self._decided
+        config, decided = self._config, self._decided
         return Wanted(
-            config=self._config,
+            training=config.training,
+            backend=config.ops.backend,
+            has_adapter=config.adapter != "none",
+            rank_tokens=config.training.batch_size * config.dataset.max_length,
+            shares_sequences=config.parallel.sequence > 1,
             device=self._device,
             dtype=self._dtype,
             varlen=decided.attention.value == VARLEN,

@@ -1,6 +1,7 @@
 """Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -31,7 +32,7 @@ def join(
     Returns the precision, the memory plan with decisions and the configuration without `auto`, the task, and the steps.
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
-    check_ranks(config, ranks.world_size)
+    check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
     _join_process_group(config, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
@@ -52,8 +53,9 @@ def join(
 
 
 def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    world = meet(ranks, config, lock.token if lock is not None else "")
-    form_process_group(ranks, collective_timeout(config.training))
+    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
+    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
+    form_process_group(ranks, timeout)
     (say.show if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")

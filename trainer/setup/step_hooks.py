@@ -2,40 +2,12 @@
 
 from collections.abc import Callable
 
-from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, skipped_records
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.console import Output
-from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.hooks import FinishedStep, Hook
-from trainer.monitor.profiler import StepProfiler
-from trainer.monitor.spikes import History, SpikeWatch
-from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS
-from trainer.tasks.task import BatchSource, Task
 
 LEAST_SHOWN_S = 0.05
-
-
-def build_hooks(
-    config: RunConfig, prepared: Prepared, task: Task, ranks: Ranks, engine: Engine, batches: BatchSource,
-    steering: object | None, history: History, total_steps: int, sample: Callable[[str, int], None], say: Output,
-) -> list[Hook]:  # fmt: skip
-    """Return the hooks of a run on this rank, in the order of their calls; `sample` generates samples at a step."""
-    model = engine.module
-    hooks: list[Hook | None] = [
-        FirstGradients(GradientCheck(model, finite=not engine.fp16_enabled())),
-        StartReport(say),
-        StepProfiler.for_run(config, ranks.rank, total_steps, engine, steering),
-        ExpertLoad.for_model(model, compiled=config.training.torch_compile),
-    ]
-    if ranks.is_main:
-        hooks += [SkippedRecords(config, prepared, batches), task.meter(model)]
-        hooks += [SpikeWatch(say, history)] if config.training.on_spike == "warn" else []
-    if task.counted == "images" and (every := config.image.sample_every):
-        hooks.append(Samples(sample, every, total_steps))
-    return [hook for hook in hooks if hook is not None]
 
 
 class FirstGradients(Hook):
@@ -83,8 +55,8 @@ class Samples(Hook):
 class SkippedRecords(Hook):
     """Counts the records skipped by `dataset.on_bad_record: skip`, by source."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, batches: BatchSource) -> None:
-        self._given = config, prepared, batches
+    def __init__(self, skipped: Callable[[], dict[str, int]]) -> None:
+        self._skipped = skipped
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        return {f"data/skipped/{source}": float(count) for source, count in skipped_records(*self._given).items()}
+        return {f"data/skipped/{source}": float(count) for source, count in self._skipped().items()}

@@ -63,7 +63,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
     """Check settings, model, tokenizer and data files as a training start does, and whether the weights are here."""
-    from trainer.setup.early_checks import check_early
+    from trainer.checkpoint.output_folder import check_early
     from trainer.setup.kinds import kind_of
     from trainer.setup.preflight import check_settings
 
