@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE like `python -m`, with signal handling and short errors."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run `main` of MODULE, with signal handling and short errors."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ def become_module(module: str, words: Sequence[str]) -> NoReturn:
 
 
 def _command() -> int:
-    import runpy
+    from importlib import import_module
+    from importlib.util import find_spec
 
     from launcher.entry import quiet_libraries
     from trainer.config.errors import find_path_mistake
@@ -29,15 +30,17 @@ def _command() -> int:
     quiet_libraries()
     del sys.argv[0]
     PROGRESS.show("importing")
+    name = sys.argv[0]
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        spec = find_spec(name)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        return int(import_module(f"{name}.__main__" if is_package else name).main() or 0)
     except OSError as error:
         mistake = find_path_mistake(error)
         if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr)
         return EXIT_USAGE
-    return 0
 
 
 if __name__ == "__main__":

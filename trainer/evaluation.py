@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import LOSSES
-from trainer.parallel.engine.averaged_weights import averaged_weights
+from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss

@@ -24,7 +24,7 @@ from trainer.data.cache import reference_samples
 from trainer.data.prepared import Prepared
 from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights
-from trainer.model.adapter_scale import scaled_adapter
+from trainer.model.saved_adapter import scaled_adapter
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine

@@ -17,7 +17,7 @@ from trainer.commands.export.__main__ import export
 from trainer.commands.merge import main
 from trainer.commands.merged_model import check_saved, merge
 from trainer.config import UserError
-from trainer.model.adapter_scale import parse_scale
+from trainer.model.saved_adapter import parse_scale
 
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -214,7 +214,7 @@ def hub() -> Iterator[Hub]:
 def push_to(endpoint: str, run_dir: Path, *options: str, offline: bool = False) -> "subprocess.CompletedProcess[str]":
     environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1" if offline else "0"}
-    command = [sys.executable, "-m", "trainer.commands.push", str(run_dir), "me/tiny", *options]
+    command = [sys.executable, "-m", "launcher.module", "trainer.commands.push", str(run_dir), "me/tiny", *options]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.attempts import Attempts
 from launcher.commands import main as zerolora
-from launcher.doctor.other_hosts import format_answers, parse_answers
+from launcher.doctor.command import format_answers, parse_answers
 from launcher.job_starts import build_resume_settings
+from launcher.start import Attempts
 from launcher.status import describe_run
 from launcher.supervision.observer import name_hosts
 from launcher.supervision.remote import SrunReach, SshReach

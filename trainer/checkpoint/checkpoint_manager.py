@@ -30,8 +30,7 @@ from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.parallel.engine.averaged_weights import averaged_weights
-from trainer.parallel.engine.optimizer import has_moved, restore_schedule
+from trainer.parallel.engine.optimizer import averaged_weights, has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase

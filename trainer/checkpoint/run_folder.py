@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.adapter_files import record_result
-from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm, record_result
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
@@ -34,8 +33,8 @@ from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
-from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS, phase

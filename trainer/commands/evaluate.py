@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.evaluate RUN`: held-out loss of the base with and without the adapter, with intervals.
+"""`zerolora eval RUN`: held-out loss of the base with and without the adapter, with intervals.
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
@@ -9,7 +9,6 @@ is that of a paired comparison.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -353,7 +352,3 @@ def _measure_held_out(
         "seed": config.seed,
         **found,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -306,7 +306,3 @@ def main(argv: list[str] | None = None) -> None:
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         raise UserError(f"{len(failed)} prompts were not answered; see above")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,13 @@
 """`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
 from trainer.commands.adapter_kinds import adapter_kind
 from trainer.config import CommandParser, reports_errors
-from trainer.model.adapter_scale import parse_scale
 from trainer.model.integer_weights import BITS
+from trainer.model.saved_adapter import parse_scale
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.setup.kinds import refuse_unsupported
 
@@ -47,7 +46,3 @@ def main(argv: list[str] | None = None) -> None:
         if is_given:
             refuse_unsupported(run, f"merge {option}")
     print(adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,11 +26,10 @@ from trainer.commands.atomic_output import check_output, move_into_place, tempor
 from trainer.commands.integers import IntegerMerge
 from trainer.config import RunConfig, UserError
 from trainer.model import mxfp4
-from trainer.model.adapter_scale import scale_adapter
 from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.model_kind import is_mxfp4
-from trainer.model.saved_adapter import check_separate_weights
+from trainer.model.saved_adapter import check_separate_weights, scale_adapter
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles

@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
+"""`zerolora push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
 
 No uploaded file contains a local path: the run's configuration and logs are not uploaded, and the model card names
 local models and data by the last part of their path.
@@ -133,7 +133,3 @@ def main(argv: list[str] | None = None) -> None:
             print(f"card: {run.folder / CARD}; nothing was uploaded")
             return
         print(upload(folder, repo, private=arguments.private))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -128,7 +128,3 @@ def main(argv: list[str] | None = None) -> None:
     print(shlex.join(command), flush=True)
     if not options.dry_run:
         os.execv(command[0], command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ read, and nothing is written to the run's folder. Exit code 0, or 2 after one li
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 from trainer.checkpoint.output_folder import check_early, find_obstacle
@@ -58,7 +57,3 @@ def main(argv: list[str] | None = None) -> None:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

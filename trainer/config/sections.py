@@ -6,11 +6,10 @@ from pydantic import Field, model_validator
 
 from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
-from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import PathText
-from trainer.config.preference_section import PreferenceSection, RewardSection
+from trainer.config.task_sections import ImageSection, PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
 

@@ -17,13 +17,12 @@ from trainer.model.expert_layers import expert_modules
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.deepspeed_workarounds import install_workarounds
+from trainer.patches.deepspeed_workarounds import UpdateGuard, install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
 from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
-from trainer.patches.update_guard import UpdateGuard
 
 
 @dataclass(frozen=True)

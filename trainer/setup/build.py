@@ -15,10 +15,17 @@ from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter, 
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
 from trainer.monitor.console import Output
-from trainer.monitor.expert_load import ExpertLoad
-from trainer.monitor.hooks import Hook
+from trainer.monitor.hooks import (
+    ExpertLoad,
+    FirstGradients,
+    History,
+    Hook,
+    Samples,
+    SkippedRecords,
+    SpikeWatch,
+    StartReport,
+)
 from trainer.monitor.profiler import StepProfiler
-from trainer.monitor.spikes import History, SpikeWatch
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -30,7 +37,6 @@ from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.mamba import unadapted_lines
-from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.tasks.task import StepLoss, Task
 
 

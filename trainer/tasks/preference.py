@@ -20,7 +20,7 @@ from torch import nn
 
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import RunConfig, UserError
-from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
+from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data import DataStats, Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.pairs import DESIRABLE, SIDES

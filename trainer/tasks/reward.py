@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from trainer.config import RunConfig, UserError
-from trainer.config.preference_section import RewardSection
+from trainer.config.task_sections import RewardSection
 from trainer.data import DataStats
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.parallel.engine.layer_gather.shards import LayerShards

@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.export RUN --format FORMAT`: export a trained adapter for other programs.
+"""`zerolora export RUN --format FORMAT`: export a trained adapter for other programs.
 
 peft, vllm, sglang: the adapter with its tokenizer, in the layout that each loads. gguf-lora: the adapter as one file
 for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
@@ -6,7 +6,6 @@ with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import (
@@ -69,7 +68,3 @@ def main(argv: list[str] | None = None) -> None:
     print(f"exported to {output}")
     for line in lines:
         print(f"  {line}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
