@@ -16,10 +16,17 @@ def become_module(module: str, words: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])
 
 
-def _command() -> int:
+def run_main(module: str) -> int:
+    """Call `main` of a module, or of a package's `__main__`, with the arguments in sys.argv; return its exit code."""
     from importlib import import_module
     from importlib.util import find_spec
 
+    spec = find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    return int(import_module(f"{module}.__main__" if is_package else module).main() or 0)
+
+
+def _command() -> int:
     from launcher.entry import quiet_libraries
     from trainer.config.errors import find_path_mistake
     from trainer.contract.exit_codes import EXIT_USAGE
@@ -30,11 +37,8 @@ def _command() -> int:
     quiet_libraries()
     del sys.argv[0]
     PROGRESS.show("importing")
-    name = sys.argv[0]
     try:
-        spec = find_spec(name)
-        is_package = spec is not None and spec.submodule_search_locations is not None
-        return int(import_module(f"{name}.__main__" if is_package else name).main() or 0)
+        return run_main(sys.argv[0])
     except OSError as error:
         mistake = find_path_mistake(error)
         if mistake is None:

@@ -312,7 +312,8 @@ def test_llama_factorys_other_kinds() -> None:
 
 
 def test_llama_factorys_second_layout_is_refused() -> None:
-    assert "the layout of USE_V1 is not read" in refused("model: org/small\ntrain_dataset: data/mine.yaml\n")
+    text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: data/mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
+    assert "the layout of USE_V1 is not read" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:

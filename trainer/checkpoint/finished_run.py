@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from pydantic import ValidationError
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
-from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
+from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
 from trainer.config.files import check_shape, read_json
+from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -128,6 +130,15 @@ def saved_tokenizer(run: FinishedRun) -> Any:
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
     )
     return load_tokenizer(str(run.folder), section)
+
+
+def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
+    form: str | None = PLAIN_TEXT if raw else None
+    with suppress(FileNotFoundError):
+        if not raw and not chat:
+            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
 def default_device() -> torch.device:

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
@@ -25,18 +25,17 @@ from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
     default_device,
+    find_prompt_form,
     find_run,
     load_trained,
     quiet_libraries,
     saved_tokenizer,
 )
-from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
-from trainer.config.files import check_shape, read_json
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
-from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
+from trainer.data.records import Turns
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
@@ -119,15 +118,6 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
         with torch.no_grad():
             fuse(model, "auto", forward=lambda: model(input_ids=tokens, use_cache=False))
     return model
-
-
-def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
-    form: str | None = PLAIN_TEXT if raw else None
-    with suppress(FileNotFoundError):
-        if not raw and not chat:
-            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
-    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
 def encode_prompts(

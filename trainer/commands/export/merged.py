@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.finished_run import FinishedRun
+from trainer.checkpoint.finished_run import FinishedRun, find_prompt_form
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
-from trainer.commands.generate import find_prompt_form
 from trainer.commands.merged_model import build_merged, save_merged
 from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
