@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
 from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, skipped_records
-from trainer.evaluation import Evaluation, Measurement
+from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
 from trainer.parallel.engine.protocol import Engine
@@ -36,6 +37,9 @@ LONG_LOAD_S = 3.0
 
 class Run:
     """A training run on one rank; further attributes are in the order in which they are set."""
+
+    has_checkpoints = True
+    build_evaluation: Callable[..., Evaluation] = Evaluation
 
     # join (trainer/setup/joining.py)
     device: torch.device
@@ -67,7 +71,6 @@ class Run:
         console: Console,
         stop: StopRequest,
         lock: FolderLock | None = None,
-        measurement: Measurement | None = None,
         *,
         verbose: bool = True,
     ) -> None:
@@ -77,7 +80,6 @@ class Run:
         """
         self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = None
 
@@ -94,7 +96,7 @@ class Run:
         position = self._restore(engine)
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
-        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
+        self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
         self.steering = self._start_steering(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
@@ -117,9 +119,7 @@ class Run:
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None:
                 self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            self.checkpoints.save_result(engine, self.schedule, factor)
-            if self.measurement is not None:
-                self.measurement.at_the_end(engine)
+            self._save_result(engine, factor)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -200,7 +200,7 @@ class Run:
             stop=self.stop,
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
-            checkpoints=self.checkpoints if self.measurement is None else None,
+            checkpoints=self.checkpoints if self.has_checkpoints else None,
             counted=self.task.counted,
         )
 
@@ -224,15 +224,14 @@ class Run:
         )
         self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
 
+    def _save_result(self, engine: Engine, factor: float) -> None:
+        self.checkpoints.save_result(engine, self.schedule, factor)
+
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:
         if self.folder.metrics is None:
             return
         self.folder.metrics.close()
-        if self.measurement is not None:
-            found = f": {after:.4f}" if after is not None else ""
-            self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
-            return
         self.folder.check()
         self.folder.write_times()
         with self.folder.tolerating_full_disk("the measured memory"):

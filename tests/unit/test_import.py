@@ -312,7 +312,7 @@ def test_llama_factorys_other_kinds() -> None:
 
 
 def test_llama_factorys_second_layout_is_refused() -> None:
-    text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: data/mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
+    text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
     assert "the layout of USE_V1 is not read" in refused(text)
 
 
