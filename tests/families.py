@@ -39,11 +39,35 @@ NO_DROPOUT = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "residual_dropout",
     "embedding_dropout",
 )  # fmt: skip
+SLIDING = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+            for name in ("sliding_attention", "full_attention")
+        },
+    },
     "cwm": {"bos_token_id": 1},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+    },
     "falcon": {"head_dim": None},
+    "dots3_note_text": {"per_layer_config": {layer: SLIDING for layer in (1, 3)}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
+    "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 32},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 381, "<image>": 380}},
     "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4},
+    "janus_vision_model": {"projection_dim": 64},
+    "janus_vqgan": {"projection_dim": 64, "image_token_embed_dim": 64, "num_embeddings": 64},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "expand": 2},
@@ -75,7 +99,8 @@ TOWER: dict[str, Any] = {
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "vision_output_dim": 32, "output_dim": 64,
     "projector_input_dim": 32, "projector_output_dim": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48, "num_layers": 2, "num_blocks": 2, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
-    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32,
+    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32, "base_channels": 32,
+    "text_hidden_size": 64, "adapter_out_dim": 64,
 }  # fmt: skip
 """Sizes of what sees images or hears sounds."""
 
@@ -104,7 +129,7 @@ def _part_settings(name: str, part: Any) -> dict[str, Any]:
     kept = {each: _part_settings(each, inner) for each in part.sub_configs if (inner := getattr(part, each, None))}
     if is_text:
         return {"model_type": part.model_type} | _text_settings(part.model_type, part) | kept
-    return {"model_type": part.model_type} | _fit(TOWER, part) | kept
+    return {"model_type": part.model_type} | _fit(TOWER, part) | OWN.get(part.model_type, {}) | kept
 
 
 def _fit(sizes: dict[str, Any], usual: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.checkpoint import Position
 from trainer.commands.evaluate import row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
@@ -119,11 +118,11 @@ class MeasuredRun(Run):
         super()._save_result(engine, factor)
         self._at_the_end(engine)
 
-    def _finish(self, position: Position, before: float | None, after: float | None) -> None:
+    def finish(self) -> None:
         if self.folder.metrics is not None:
             self.folder.metrics.close()
-        found = f": {after:.4f}" if after is not None else ""
-        self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
+        found = f": {self._loss_after:.4f}" if self._loss_after is not None else ""
+        self.say(f"{'stopped' if self._stopped else 'done'} at step {self.position.step}{found}")
 
 
 class HeldOutDocuments:

@@ -53,6 +53,15 @@ def test_a_run_resumes_with_another_group(runs: tuple[Matrix, list[Any]]) -> Non
     assert all(torch.equal(value, two.adapter()[key]) for key, value in one.adapter().items())
 
 
+def test_a_run_resumes_on_uneven_hosts(runs: tuple[Matrix, list[Any]]) -> None:
+    one, two = runs[0]["uneven"], runs[0]["resumed-all"]
+    assert one.losses == two.losses and len(one.losses) == 6
+    assert all(torch.equal(value, two.adapter()[key]) for key, value in one.adapter().items())
+    received = [each["uneven"] for each in runs[1]]
+    assert not any(each["far"] for each in received)
+    assert [bool(each["near"]) for each in received] == [True, True, True, False]
+
+
 def test_the_console_names_the_group(runs: tuple[Matrix, list[Any]]) -> None:
     assert "layers over 2 ranks" in runs[0]["host"].console
     assert "layers over 2 ranks" not in runs[0]["all"].console

@@ -311,10 +311,6 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "model.attn_implementation=flex_attention": ("flex_attention: needs a GPU",),
     "model.tokenizer=no-data": ("model.tokenizer=no-data: ",),
     "model.pad_token=<none-such>": ("model.pad_token=<none-such>: not in the vocabulary", "model.added_tokens"),
-    "dataset.max_length=257": (
-        "dataset.max_length=257: the model was made for 256 tokens",
-        "use 256 or less, or set model.rope_scaling",
-    ),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
     "parallel.sequence=3": ("parallel.sequence=3: LlamaForCausalLM has 4 attention heads", "use a divisor of"),
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),

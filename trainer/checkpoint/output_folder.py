@@ -16,6 +16,7 @@ from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
 from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
 from trainer.contract.folder_lock import describe_live_holder
+from trainer.contract.json_records import SWEEP
 from trainer.data.source_files import read_template
 from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
@@ -31,6 +32,10 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     With `to_train=False` the output folder may already contain a run, or no checkpoint to resume.
     """
     check_place(config)
+    for run in config.runs:
+        check_early(run, to_train=to_train)
+    if config.runs:
+        return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
         check_free(config)
@@ -60,7 +65,8 @@ def check_place(config: RunConfig) -> None:
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_separate(config, folder)
         found = list_run_files(folder)
-        if found and not holds_run(folder):
+        is_ours = holds_run(folder) or (config.adapters and (folder / SWEEP).is_file())
+        if found and not is_ours:
             names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
             raise UserError(f"output_dir={folder}: holds files of something else ({names}); use a new folder")
     except OSError as error:
@@ -84,6 +90,8 @@ def find_obstacle(config: RunConfig) -> str | None:
 
 def _find_conflict(config: RunConfig) -> str | None:
     """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
+    if config.runs:  # each has a folder of its own in it
+        return next((f"{run.output_dir} {found}" for run in config.runs if (found := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None

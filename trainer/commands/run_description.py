@@ -20,6 +20,11 @@ from trainer.setup.kinds import kind_of
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
     """Return lines `name: text` that describe the run with this model, data and number of ranks."""
+    if config.runs:
+        each = [describe_run(run, own, ranks) for run, own in zip(config.runs, prepared.adapters, strict=True)]
+        shared = [line for line in each[0] if all(line in lines for lines in each)]
+        named = zip((Path(run.output_dir).name for run in config.runs), each, strict=True)
+        return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
     config = config.fit_max_length(prepared.longest)
     model, lines = kind_of(config).describe(config, prepared)
     trained = None

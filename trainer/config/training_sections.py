@@ -172,7 +172,8 @@ class TrainingSection(Section):
     """Recompute only this many decoder layers, the first ones, for memory and time between those of none and all.
     Default: all layers."""
     offload_activations: bool = False
-    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory."""
+    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without
+    room there stay on the GPU."""
     tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = False
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""

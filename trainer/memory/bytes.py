@@ -61,8 +61,13 @@ class Estimate:
         return int(self.peak * FRAGMENTATION)
 
 
-def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
-    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
+def estimate(
+    shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, tower: int = 0, *, checkpoints: int
+) -> Estimate:
+    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk.
+
+    `tower` are the bytes that an image tower needs before the language model runs.
+    """
     scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
     resident = {
@@ -90,6 +95,7 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
             "backward of a layer": seen.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
+        "image tower": {"activations of the tower": tower},
         "gradients": {"reduction": reduction(shapes, placement)},
         "step": {"optimizer step": optimizer_step(shapes, placement)},
     }

@@ -4,6 +4,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.config.model_sections import RopeScaling
@@ -156,6 +157,11 @@ def context_length(model_config: Any) -> int | None:
     return int(length) if length and length > 0 else None
 
 
+def has_rotary_positions(model_config: Any) -> bool:
+    """Return whether positions beyond `context_length` can be computed, instead of being rows of a table."""
+    return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
+
+
 def load_base_model(
     base_model: str,
     section: ModelSection,
@@ -227,6 +233,13 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Creates weights on torch's meta device at once: experts of one layer of a large model exceed a host's memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
+
+
 def empty_model(model_config: Any, section: ModelSection) -> Any:
     """Return the model's modules without memory for their weights; tied weights are one parameter."""
     from accelerate import init_empty_weights
@@ -234,7 +247,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
 
     try:
         # Otherwise torch's slow reference kernels would initialise values that are never used.
-        with no_init_weights(), init_empty_weights():
+        with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
         raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error

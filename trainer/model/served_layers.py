@@ -49,6 +49,7 @@ def serving_notes(target: str | None, lora: LoraSection, added_tokens: Sequence[
     settings = {
         "lora.dora": lora.dora,
         "lora.modules_to_save": lora.modules_to_save,
+        "what vision.train adds": lora.image_parts != "none",
         "model.added_tokens": added_tokens,
     }
     notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]

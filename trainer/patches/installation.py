@@ -6,7 +6,7 @@ for the whole process, for the construction of a layer or for a single pass are 
 docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ import torch
 
 from trainer.config import TrainingSection, UserError
 from trainer.model.expert_layers import expert_modules
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.deepspeed_workarounds import UpdateGuard, install_workarounds
+from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
@@ -82,11 +83,16 @@ def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
     return lines
 
 
-def install_on_engine(engine: Engine, max_grad_norm: float, *, clips_on_device: bool) -> None:
-    """Replace code of DeepSpeed's engine."""
+def install_on_engine(
+    engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
+) -> AdapterGuard | None:
+    """Replace code of DeepSpeed's engine; return the guard of several adapters, whose norms have these `limits`."""
     install_workarounds(engine)
+    if limits:
+        return AdapterGuard(engine, limits)
     if clips_on_device:
         UpdateGuard(engine, max_grad_norm)
+    return None
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
@@ -131,14 +137,17 @@ def _adapters(model: Any, wanted: Wanted) -> list[str]:
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
 
     assert wanted.backend != "peft"
+    options: dict[str, Any] = {
+        "forward": lambda: wanted.small_pass(model),
+        "separate": wanted.separate_projections,
+        "tokens": wanted.rank_tokens,
+    }
     try:
-        report = fuse(
-            model,
-            wanted.backend,
-            forward=lambda: wanted.small_pass(model),
-            separate=wanted.separate_projections,
-            tokens=wanted.rank_tokens,
-        )
+        if (choice := find_choice(model)) is not None:
+            from trainer.patches.many_adapters import fuse_many
+
+            return fuse_many(model, choice, wanted.backend, **options).lines()
+        report = fuse(model, wanted.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()

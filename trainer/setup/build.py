@@ -11,7 +11,14 @@ from rich.table import Table
 from trainer.config import RunConfig, engine_zero, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter, count_parameters, rank_lines
+from trainer.model.adapter import (
+    GradientCheck,
+    adapted_layers,
+    apply_adapter,
+    apply_adapters,
+    count_parameters,
+    rank_lines,
+)
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
 from trainer.monitor.console import Output
@@ -26,6 +33,7 @@ from trainer.monitor.hooks import (
     StartReport,
 )
 from trainer.monitor.profiler import StepProfiler
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -33,6 +41,7 @@ from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
+from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
@@ -50,8 +59,15 @@ class Builder:
         self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
         # DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read.
         self._engine_config = deepspeed_config(
-            config.training, engine_zero(config), precision, on_gpu=self._on_gpu, one_gradient=decided.flat.value
+            config.training,
+            engine_zero(config),
+            precision,
+            on_gpu=self._on_gpu,
+            one_gradient=decided.flat.value,
+            guarded=bool(config.runs),
         )
+        self.guard: AdapterGuard | None = None
+        """Clips and skips the update of each of several adapters, once there is an engine."""
 
     def model(self) -> tuple[Any, list[Any]]:
         """Build the base model with its adapter; also returns lines for the console, the most important one first.
@@ -66,7 +82,12 @@ class Builder:
         lines = [self._decided.line(), *install_on_base(model, wanted)]
         # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
         set_seed(config.seed)
-        if config.adapter != "none":
+        if config.runs:
+            with announce_partitioning(self._engine_config):
+                sections = [(run.lora, run.seed) for run in config.runs]
+                model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
+            lines += unadapted_lines(model)
+        elif config.adapter != "none":
             with announce_partitioning(self._engine_config):
                 model = apply_adapter(
                     model,
@@ -82,6 +103,9 @@ class Builder:
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
         set_seed(config.seed + self._ranks.rank)
+        if (choice := find_choice(model)) is not None:
+            for name, run in zip(choice.names, config.runs, strict=True):
+                choice.seed(name, run.seed + self._ranks.rank)
         return model, [*self._summary(model), *lines]
 
     def engine(self, model: Any) -> tuple[Engine, StepLoss]:
@@ -93,11 +117,13 @@ class Builder:
         flat = None
         if decided.flat.value:
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
-        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
+        own = [run.training for run in config.runs]
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads, adapters=own)
         loss = self._task.loss(model, fused_head=decided.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self._engine_config)
-        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=decided.clips_on_device.value)
+        limits, on_device = [training.max_grad_norm for training in own], decided.clips_on_device.value
+        self.guard = install_on_engine(engine, config.training.max_grad_norm, clips_on_device=on_device, limits=limits)
         if flat is not None:
             flat.repoint()
         with phase("first passes"):
@@ -119,12 +145,17 @@ class Builder:
     def hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
         skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
+        *, alone: bool = True,
     ) -> list[Hook]:  # fmt: skip
         """Return the hooks of the steps on this rank, in the order of their calls.
 
-        `skipped` counts skipped records by source, `sample` generates samples at a step.
+        `skipped` counts skipped records by source, `sample` generates samples at a step. A run that is not `alone`
+        shares its passes with others, and has only hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
+        spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
+        if not alone:
+            return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
         profiled = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
             FirstGradients(GradientCheck(model, finite=not engine.fp16_enabled())),
@@ -133,8 +164,7 @@ class Builder:
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
         ]
         if ranks.is_main:
-            hooks += [SkippedRecords(skipped), task.meter(model)]
-            hooks += [SpikeWatch(say, history)] if config.training.on_spike == "warn" else []
+            hooks += [SkippedRecords(skipped), task.meter(model), *spikes]
         if task.sample_every:
             hooks.append(Samples(sample, task.sample_every, total_steps))
         return [hook for hook in hooks if hook is not None]

@@ -16,7 +16,14 @@ from trainer.data.prompt_files import sample_prompts
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import bias_lines, check_added_tokens
-from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+from trainer.model.base import (
+    check_weights,
+    context_length,
+    empty_model,
+    has_rotary_positions,
+    load_model_config,
+    load_tokenizer,
+)
 from trainer.model.expert_targets import check_router_loss, check_visited
 from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import check_integer_targets
@@ -55,6 +62,9 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     config = given.fit_max_length(files.longest)
     if config is not given:
         notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
+    elif files.longest is not None and given.dataset.max_length > files.longest:
+        where = f"warning: dataset.max_length={given.dataset.max_length}: the model was made for {files.longest} tokens"
+        notes += (f"{where}; it may learn little from longer documents unless you set model.rope_scaling",)
     # Before the data is tokenized, which takes long and fills the cache.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
@@ -90,7 +100,7 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
         files.tokenizer,
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=files.longest,
+        max_length_of_model=None if has_rotary_positions(files.model_config) else files.longest,
         images=files.images,
         **checks,
     )
@@ -99,6 +109,9 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 def check_images(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError for settings that do not work with images yet."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
+        for name, value in (("train", config.vision.train != "none"), ("cache", config.vision.cache)):
+            if value:
+                raise UserError(f"vision.{name}: has no effect, because no record of dataset has an image; remove it")
         return
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),

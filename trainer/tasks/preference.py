@@ -343,7 +343,9 @@ class PreferenceTask(LanguageTask):
         asked = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
-        possible = possible and config.parallel.sequence == 1
+        possible = possible and config.parallel.sequence == 1 and self._images is None
+        if self._images is not None and asked is True:
+            raise UserError("preference.share_prompt=true: does not work with images, which dataset has; use auto")
         if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
