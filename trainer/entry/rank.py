@@ -16,7 +16,7 @@ from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rank_errors import RankError
 from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
-from trainer.joint_run import JointRun
+from trainer.entry.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
 from trainer.parallel.ranks.agreement import decide_on_first_rank
 from trainer.parallel.ranks.group import Ranks, leave_process_group

@@ -26,7 +26,6 @@ from trainer.data.batches import MicroBatch, merge_batches
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
-from trainer.memory.oom_recovery import Recovery
 from trainer.memory.planner import apply_changes, combine_adapters
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck
@@ -221,7 +220,7 @@ class JointRun:
         first = active[0].run
         for member in active:
             member.run.loop.before_step()
-        recovery = Recovery(first.config, self._ranks.world_size, kind_of(first.config).planner)
+        recovery = first.memory.recovery(self._ranks.world_size)
         step = first.position.step + 1
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
         for hook in hooks:
