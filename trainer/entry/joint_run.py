@@ -28,7 +28,6 @@ from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_
 from trainer.loop import Loop, exclude_from_garbage_collection
 from trainer.memory.planner import apply_changes, combine_adapters
 from trainer.memory.preflight import plan_memory
-from trainer.model.adapter import GradientCheck
 from trainer.monitor.console import Output
 from trainer.monitor.display import Display
 from trainer.monitor.hooks import FinishedStep, FirstGradients, Hook, StartReport
@@ -179,7 +178,7 @@ class JointRun:
     def _train_steps(self) -> None:
         hooks: list[Hook] = [StartReport(self.say)]
         if not any(member.run.loop.is_done for member in self._members):
-            hooks.append(FirstGradients(GradientCheck(self._engine.module, finite=False)))
+            hooks.append(FirstGradients(self._engine.module, finite=False))
         self._stop.training = True
         self._engine.train()
         try:

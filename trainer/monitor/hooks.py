@@ -68,8 +68,8 @@ class Hook:
 class FirstGradients(Hook):
     """Checks the gradients of the first step of this process."""
 
-    def __init__(self, check: GradientCheck) -> None:
-        self._check: GradientCheck | None = check
+    def __init__(self, model: Any, *, finite: bool) -> None:
+        self._check: GradientCheck | None = GradientCheck(model, finite=finite)
 
     def after_launch(self, step: int) -> None:
         if self._check is not None:

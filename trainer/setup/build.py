@@ -11,14 +11,7 @@ from rich.table import Table
 from trainer.config import RunConfig, engine_zero, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import (
-    GradientCheck,
-    adapted_layers,
-    apply_adapter,
-    apply_adapters,
-    count_parameters,
-    rank_lines,
-)
+from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
 from trainer.monitor.console import Output
@@ -158,7 +151,7 @@ class Builder:
             return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
         profiled = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
-            FirstGradients(GradientCheck(model, finite=not engine.fp16_enabled())),
+            FirstGradients(model, finite=not engine.fp16_enabled()),
             StartReport(say),
             StepProfiler.for_run(*profiled, engine, steering),
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
