@@ -179,8 +179,8 @@ def held_out_samples(
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}
         section = section.model_copy(update=alone | fields)
     try:
-        longest = context_length(load_model_config(run.config.base_model, run.config.model))
-        files = Prepared(tokenizer, None, None, longest=longest, images=images)
+        shape = load_model_config(run.config.base_model, run.config.model)
+        files = Prepared(tokenizer, shape, None, longest=context_length(shape), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
     except UserError as error:
         if data is None:
