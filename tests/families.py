@@ -44,7 +44,6 @@ SLIDING = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 100},
     "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -72,6 +71,19 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "expand": 2},
     "modernbert-decoder": {"bos_token_id": 1},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 64},
+    "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 32},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "radio": {"video_temporal_patch_size": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"head_dim": None, "v_head_dim": None, "qk_head_dim": None},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},

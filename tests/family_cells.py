@@ -27,7 +27,7 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
 from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, UserError, load_config
-from trainer.model.base import load_base_model, load_model_config
+from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import auto_class, check_kind
 from trainer.parallel.ranks.group import Ranks, skip_shm_build
 from trainer.parallel.ranks.signals import StopRequest
@@ -90,11 +90,14 @@ class Family:
             shutil.rmtree(model)
             check_size(kind)
             save_family(model, kind)
-        except Exception:  # raised again below, unless the product refuses the kind first
+        except Exception as error:  # raised again below, unless the product refuses the kind first
             tiny_config(kind).save_pretrained(model)
             make_tokenizer(model)
             config = load_config(self.ground / "base.yaml").config
-            check_kind("MODEL", load_model_config(config.base_model, config.model))
+            model_config = load_model_config(config.base_model, config.model)
+            check_kind("MODEL", model_config)
+            if isinstance(error, ImportError):  # of a package that only such models need
+                empty_model(model_config, config.model)
             raise
 
     def cell(self, name: str) -> Cell:

@@ -264,6 +264,7 @@ class Run:
             self.folder.print_how_to_resume(position.step)
         else:
             self.folder.write_report(before, after)
+        self.checkpoints.upload_result()
 
     def _count_skipped(self) -> dict[str, int]:
         skips = self.config.dataset.on_bad_record == "skip"

@@ -253,17 +253,20 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name in RATES:
+        times = found["times"].get(name, {})
+        costs = [f"{times['step_ms']:.1f}" if times else "", f"{times['peak_gib']:.2f}" if "peak_gib" in times else ""]
         if (rate := best_rate(found, name)) is None:
+            if times:
+                lines.append("| " + " | ".join([f"`{name}`", "", "", "", "", *costs]) + " |")
             continue
         rates = by_rate(found, name)
         edge = " (edge)" if rate_beyond(found, name) else ""
         loss, half = spread(rates[rate].values())
         apart, wide = spread(rates[rate][seed] - plain[seed] for seed in plain) if plain else (0.0, 0.0)
-        times = found["times"].get(name, {})
         cells = [
             f"`{name}`", f"{min(rates):g} to {max(rates):g}", f"{rate:g}{edge}", f"{loss:.4f} ± {half:.4f}",
             "" if name == "adamw" or not plain else f"{apart:+.4f} ± {wide:.4f}",
-            f"{times['step_ms']:.1f}" if times else "", f"{times['peak_gib']:.2f}" if "peak_gib" in times else "",
+            *costs,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -302,6 +305,9 @@ def write_note(file: Path = DATA) -> str:
     found = json.loads(file.read_text())
     values = found | {"seeds": ", ".join(map(str, found["seeds"])), "timed": TIMED_STEPS}
     head = HEAD.format(**{name: value for name, value in values.items() if name not in ("runs", "times")})
+    missing = [f"`{name}`" for name in RATES if best_rate(found, name) is None]
+    if missing:
+        head += f"Timed, but without enough finished runs for a held-out loss: {', '.join(missing)}.\n\n"
     return f"{head}{table(found)}\n\n## All learning rates\n\n{grid(found)}\n"
 
 

@@ -57,15 +57,17 @@ def records(folder: Path) -> Any:
     return Dataset.from_list([json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()])
 
 
-def sft(folder: Path, name: str, model: str = "model", load: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """Return TRL's trainer of a LoRA."""
+def sft(
+    folder: Path, name: str, model: str = "model", load: dict[str, Any] | None = None, data: Any = None, **changes: Any
+) -> Any:
+    """Return TRL's trainer of a LoRA; `data` instead of the records."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     kwargs = {"dtype": "float32"} | (load or {})
-    config = SFTConfig(max_length=96, model_init_kwargs=kwargs, **arguments(folder, name, **changes))
-    return SFTTrainer(str(folder / model), args=config, train_dataset=records(folder), peft_config=lora)
+    config = SFTConfig(model_init_kwargs=kwargs, **arguments(folder, name, **{"max_length": 96} | changes))
+    return SFTTrainer(str(folder / model), args=config, train_dataset=data or records(folder), peft_config=lora)
 
 
 def losses(trainer: Any) -> list[float]:
@@ -151,15 +153,14 @@ def checkpoint_size(folder: Path) -> Found:
 
 def merged_nf4(folder: Path) -> Found:
     """Merge a LoRA into the 4-bit base that it was trained on: are the logits those of the adapter?"""
-    from peft import LoraConfig, get_peft_model
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(
         str(folder / "model"), quantization_config=quantized, dtype=torch.float32, device_map="cpu"
     )
-    torch.manual_seed(0)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
+    model: Any = PeftModel.from_pretrained(base, str(folder / "qlora"))
     tokens = torch.arange(3, 67)[None]
     with torch.no_grad():
         before = model(input_ids=tokens).logits
@@ -233,9 +234,50 @@ def resume(folder: Path) -> Found:
     return {"ok": apart < 1e-6, "result": f"losses of steps 3 and 4 are {apart:.1e} off"}
 
 
+def masked_packs(folder: Path) -> Found:
+    """Packs of 16 tokens of records whose prompts are longer: nothing is left to train."""
+    from datasets import Dataset
+
+    data = Dataset.from_list([json.loads(line) for line in (folder / "long_prompts.jsonl").read_text().splitlines()])
+    trainer = sft(folder, "masked", data=data, packing=True, max_length=16)
+    trainer.train()
+    batches = [batch["labels"] for batch in trainer.get_train_dataloader()]
+    trained = sum(int((labels != -100).sum()) for labels in batches) / sum(labels.numel() for labels in batches)
+    shown = f"trained {STEPS} steps, {trained:.0%} of the tokens carry loss, losses {losses(trainer)[:2]}"
+    return {"ok": trained > 0.2, "result": shown}
+
+
+def unmatched_target(folder: Path) -> Found:
+    """`target_modules` with one name that the model has and one that it lacks."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        base = AutoModelForCausalLM.from_pretrained(str(folder / "model"))
+        adapted: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "qkv_proj"]))
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in adapted.named_parameters() if "lora_" in name}
+    said = "" if any("qkv_proj" in str(each.message) for each in seen) else ", without a word"
+    return {"ok": not said, "result": f"adapted {', '.join(sorted(names))}{said}"}
+
+
+def resume_other_data(folder: Path) -> Found:
+    """Resume at step 2 after half of the records were removed from the file."""
+    usual: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    sft(folder, "grown", **usual).train()
+    more = records(folder).select(list(range(20)))
+    again = sft(folder, "grown", data=more, **usual)
+    try:
+        again.train(resume_from_checkpoint=str(folder / "grown" / "checkpoint-2"))
+    except ValueError as error:
+        return {"ok": True, "result": f"refused: {error}"}
+    return {"ok": False, "result": f"continued at step 3 with other records, losses {losses(again)[-2:]}"}
+
+
 def other_base(folder: Path) -> Found:
     """Load an adapter of four layers onto a base of two."""
     from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     deep = AutoModelForCausalLM.from_pretrained(str(folder / "deep"))
@@ -243,16 +285,21 @@ def other_base(folder: Path) -> Found:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         base = AutoModelForCausalLM.from_pretrained(str(folder / "model"))
-        PeftModel.from_pretrained(base, str(folder / "deep-adapter"))
-    said = " and warned" if any("adapter" in str(each.message) for each in seen) else " without a word"
-    return {"ok": False, "result": f"loaded; half of the adapter is not used{said}"}
+        try:
+            model: Any = PeftModel.from_pretrained(base, str(folder / "deep-adapter"))
+        except (RuntimeError, ValueError) as error:
+            return {"ok": True, "result": f"refused: {error}"}
+    used = sum("lora_" in name for name, _ in model.named_parameters())
+    stored = len(load_file(folder / "deep-adapter" / "adapter_model.safetensors"))
+    said = ", with a warning" if any("adapter" in str(each.message) for each in seen) else ", without a word"
+    return {"ok": used == stored, "result": f"loaded {used} of the {stored} tensors{said}"}
 
 
 CASES = {
     function.__name__: function
     for function in (
         checkpointing, stages, four_bit, other_ranks, checkpoint_size, merged_nf4, packing, hybrid_packing, experts,
-        masks, resume, other_base,
+        masks, masked_packs, resume, resume_other_data, unmatched_target, other_base,
     )
 }  # fmt: skip
 

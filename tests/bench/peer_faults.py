@@ -22,20 +22,23 @@ MARKS = ("<!-- peers -->", "<!-- /peers -->")
 CASES: dict[str, tuple[int, ...]] = {
     "other_base": (1,), "stages": (1,), "checkpointing": (2,), "four_bit": (2,), "other_ranks": (2, 1),
     "checkpoint_size": (1,), "merged_nf4": (1,), "packing": (1,), "hybrid_packing": (1,), "experts": (1,),
-    "masks": (1,), "resume": (1,),
+    "masks": (1,), "resume": (1,), "masked_packs": (1,), "unmatched_target": (1,), "resume_other_data": (1,),
 }  # fmt: skip
 """Numbers of ranks of each case, one after the other in the same folder."""
 COMPLAINTS: dict[str, tuple[int, str]] = {
     "other_base": (1, "an adapter of four layers on a base of two"),
-    "merged_nf4": (2, "merge into the NF4 base of the training"),
+    "merged_nf4": (2, "merge a QLoRA adapter; logits as in training"),
     "experts": (4, "`all-linear` on Mixtral"),
+    "unmatched_target": (4, "`target_modules: [q_proj, qkv_proj]` on Llama"),
     "four_bit": (6, "NF4 base, ZeRO-3, two ranks"),
     "checkpointing": (7, "ZeRO-3 with gradient checkpointing, two ranks"),
     "stages": (8, "ZeRO-1 to 3 with DeepSpeed's WarmupLR"),
     "checkpoint_size": (11, "size of a checkpoint"),
     "resume": (12, "resume after step 2 of 4"),
+    "resume_other_data": (12, "resume after records were removed"),
     "other_ranks": (13, "save on two ranks, resume on one"),
     "masks": (14, "answers only, ChatML template without generation marks"),
+    "masked_packs": (14, "packs of 16 tokens, prompts of 30: no answer is left"),
     "packing": (16, "packed Llama, without flash-attn"),
     "hybrid_packing": (16, "packed Qwen3-Next, without compiled kernels"),
 }
@@ -51,13 +54,16 @@ def make_inputs(folder: Path) -> None:
     from tests.families import save_family
     from tests.mixtures import make_mixture
     from tests.runs_in_process import make_ground
-    from tests.tiny import make_model, make_tokenizer
+    from tests.tiny import WORDS, make_model, make_tokenizer
 
     make_ground(folder)
     make_model(folder / "deep", layers=4)
     make_mixture(folder / "mixture", "mixtral")
     make_tokenizer(folder / "mixture")
     save_family(folder / "hybrid", "qwen3_next")
+    prompt = " ".join(WORDS * 2)
+    rows = [{"prompt": f"{word} {prompt}", "completion": f" {word}"} for word in WORDS * 2]
+    (folder / "long_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run_peer(folder: Path, python: str, case: str, ranks: int) -> Found:
@@ -109,12 +115,7 @@ def train(folder: Path, name: str, *settings: str, ranks: int = 1) -> list[float
 
 
 def other_base(folder: Path) -> Found:
-    adapter = folder / "deep-adapter"
-    try:
-        train(folder, "other-base", f"lora.adapter_path={adapter}")
-    except RuntimeError as error:
-        return {"ok": "does not fit this model" in str(error), "result": str(error).replace(f"{folder}/", "")}
-    return {"ok": False, "result": "trained"}
+    return refused(folder, "other-base", f"lora.adapter_path={folder / 'deep-adapter'}")
 
 
 def stages(folder: Path) -> Found:
@@ -137,9 +138,8 @@ def merged_nf4(folder: Path) -> Found:
 
     from tests.mixtures import store_dequantised
 
-    train(folder, "our-nf4", "adapter=qlora", "training.learning_rate=3e-2")
     merged = folder / "our-merged"
-    ended = run_zerolora(folder, "merge", str(folder / "our-nf4"), "--output", str(merged))
+    ended = run_zerolora(folder, "merge", str(folder / "qlora"), "--output", str(merged))
     if ended.returncode:
         return {"ok": False, "result": ended.stderr[-200:]}
     plain = store_dequantised(folder / "model", folder / "dequantised", four_bit=True)
@@ -152,9 +152,37 @@ def merged_nf4(folder: Path) -> Found:
 
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     base, after = logits(load(plain)), logits(load(merged))
-    before = logits(PeftModel.from_pretrained(load(plain), str(folder / "our-nf4")))
+    before = logits(PeftModel.from_pretrained(load(plain), str(folder / "qlora")))
     apart, moved = float((after - before).norm()), float((before - base).norm())
-    return {"ok": apart < 1e-3 * moved, "result": f"logits move by {apart / moved:.1e} of what the adapter does"}
+    return {"ok": apart < 1e-3 * moved, "result": f"logits move by {apart / moved:.1%} of what the adapter does"}
+
+
+def refused(folder: Path, name: str, *settings: str) -> Found:
+    """Return the error message of a run that must not start."""
+    try:
+        found = train(folder, name, *settings)
+    except RuntimeError as error:
+        return {"ok": "exit code 2" in str(error), "result": str(error).replace(f"{folder}/", "")}
+    return {"ok": False, "result": f"trained {len(found)} steps"}
+
+
+def masked_packs(folder: Path) -> Found:
+    path = f"dataset.path={folder / 'long_prompts.jsonl'}"
+    return refused(folder, "our-masked", path, "dataset.max_length=16", "dataset.packing=true")
+
+
+def unmatched_target(folder: Path) -> Found:
+    return refused(folder, "our-target", "lora.target_modules=[q_proj, qkv_proj]")
+
+
+def resume_other_data(folder: Path) -> Found:
+    shorter = folder / "shorter.jsonl"
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    shorter.write_text("".join(lines))
+    train(folder, "our-grown", f"dataset.path={shorter}")
+    shorter.write_text("".join(lines[:20]))
+    start = f"training.resume_from_checkpoint={folder / 'our-grown' / 'checkpoint-2'}"
+    return refused(folder, "our-again", f"dataset.path={shorter}", start)
 
 
 def hybrid_packing(folder: Path) -> Found:
@@ -174,8 +202,12 @@ def masks(folder: Path) -> Found:
 
 
 OURS = {
-    function.__name__: function for function in (other_base, stages, other_ranks, merged_nf4, hybrid_packing, masks)
-}
+    function.__name__: function
+    for function in (
+        other_base, stages, other_ranks, merged_nf4, hybrid_packing, masks, masked_packs, unmatched_target,
+        resume_other_data,
+    )
+}  # fmt: skip
 """Cases of which the peers do not hold one; for the others the page names the tests."""
 LIMITS = ("merged_nf4",)
 """Cases that do not hold in zerolora either, which the page says."""
@@ -188,15 +220,25 @@ def read_versions(python: str) -> dict[str, str]:
 
 
 def table(cases: dict[str, Found]) -> str:
-    """Return the page's table: what the peer and zerolora did with each input, and the peer's versions."""
+    """Return the page's table, the results where the peer or zerolora fails, and the peer's versions."""
     lines = ["| complaint | input | peer | zerolora |", "|---|---|---|---|"]
-    for name in sorted(cases, key=lambda name: COMPLAINTS[name][0]):
+    details = []
+    for name in sorted(cases, key=lambda name: COMPLAINTS[name]):
         number, shown = COMPLAINTS[name]
-        cells = ["" if found is None else f"{'holds' if found['ok'] else 'fails'}: {found['result']}"
-                 for found in (cases[name]["peer"], cases[name]["zerolora"])]  # fmt: skip
-        lines.append("| " + " | ".join([str(number), shown, *(each.replace("|", "/") for each in cells)]) + " |")
+        peer, ours = cases[name]["peer"], cases[name]["zerolora"]
+        cells = ["by tests" if found is None else "holds" if found["ok"] else "fails" for found in (peer, ours)]
+        lines.append("| " + " | ".join([str(number), shown, *cells]) + " |")
+        if ours is not None:
+            details += ["", f"**{number}, {shown}.** Peer: `{clean(peer)}`. zerolora: `{clean(ours)}`."]
     versions = {f"{package} {number}" for case in cases.values() for package, number in case["versions"].items()}
-    return "\n".join([*lines, "", f"Versions: {', '.join(sorted(versions))}; zerolora on the same libraries."])
+    used = f"Versions: {', '.join(sorted(versions))}; zerolora on the same libraries."
+    return "\n".join([*lines, "", used, *details])
+
+
+def clean(found: Found) -> str:
+    """Return a result as text between backticks."""
+    text: str = found["result"]
+    return text.replace("`", "").rstrip(".")
 
 
 def write_page() -> None:
@@ -218,6 +260,8 @@ def main() -> None:
         ground.mkdir(parents=True, exist_ok=True)
         make_inputs(ground)
     for name in names or CASES:
+        if name == "merged_nf4":
+            train(ground, "qlora", "adapter=qlora", "training.learning_rate=3e-2", "training.max_steps=30")
         peer: Found = {}
         for ranks in CASES[name]:
             peer = run_peer(ground, python, name, ranks)

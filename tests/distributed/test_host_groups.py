@@ -19,7 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Matrix, list[Any]]:
     launch(folder, 1, [], environment())  # writes the model and the data
     log = folder / "launch-4.log"
     code = run_ranks(
-        4, "tests.distributed.host_groups_case", str(folder), env=environment(), log=log, timeout_s=900
+        4, "tests.distributed.host_groups_case", str(folder), env=environment(), log=log, timeout_s=1500
     )  # fmt: skip
     assert code == 0, log.read_text()[-3000:]
     folders = {name: str(changes.get("output_dir", name)).removeprefix("OUT/") for name, changes in CASES.items()}

@@ -89,6 +89,7 @@ def test_towers_and_projectors_train_as_in_plain_peft(family: str, train: str, r
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("gather", ["stage3", "module"])
 def test_no_random_mixture_of_texts_and_images_hangs_at_stage_3(gather: str, tmp_path: Path) -> None:
     """ZEROLORA_MIXTURE_STEPS steps, by default 10,000; a rank often has images when the other one has none."""

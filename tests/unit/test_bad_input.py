@@ -344,6 +344,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
     "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no enable_thinking; use strip",),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
+    "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
+        "training.gradient_checkpointing_layers=9: the model has 2; remove it to recompute all",
+    ),
     "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: tokenised data cannot be written there",),
     "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),
 }
@@ -395,7 +398,6 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("trainer.commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
         ("trainer.commands.estimate", []),
         ("trainer.commands.validate", ["--colour"]),
         ("trainer.commands.prepare_run", ["c.yaml", "--world-size", "0"]),

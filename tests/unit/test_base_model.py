@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.families import tiny_config
 from tests.tiny import make_model
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model.base import check_weights, load_base_model, load_model_config, load_tokenizer
+from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config, load_tokenizer
 from trainer.model.model_kind import check_kind
 
 Change = Callable[[Path], object]
@@ -312,3 +313,9 @@ def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
     pieces = load_base_model(str(folder), ModelSection(), quantization=QuantizationSection(), **cpu)
     assert pieces.generation_config.repetition_penalty == whole.generation_config.repetition_penalty == 1.75
     assert pieces.generation_config == whole.generation_config
+
+
+def test_a_package_that_a_model_needs_is_named(tmp_path: Path) -> None:
+    tiny_config("gemma3n").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^base_model=.*: TimmWrapperModel requires the timm library; install it"):
+        empty_model(load_model_config(str(tmp_path), ModelSection()), ModelSection())

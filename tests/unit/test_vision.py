@@ -22,12 +22,18 @@ from trainer.commands import evaluate, generate, inspect, merge
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
 from trainer.data.image_parts import IMAGE, decode_image, read_stored
-from trainer.data.samples import split_documents
+from trainer.data.samples import Samples, split_documents
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
+from trainer.memory.preflight import plan_memory
 from trainer.model.base import load_base_model
-from trainer.model.image_reader import FAMILIES
+from trainer.model.image_reader import FAMILIES, cache_features
+from trainer.parallel.ranks.group import Ranks
+from trainer.patches.packed_attention import VARLEN, set_varlen
+from trainer.patches.packing_probe import keep_documents_apart
+from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
+from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
 ALL = [
@@ -126,6 +132,29 @@ def test_losses_with_cached_features_are_those_with_the_tower(
         assert found.get("again", found["first"]) == found["first"]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: str, root: Path) -> None:
+    """On a GPU, packs have variable-length attention if no tower runs in the step."""
+    config = run_config(root, family, dataset__packing=True, vision__cache=True)
+    prepared, ranks = prepare(config), Ranks(0, 1, 0)
+    decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
+    losses = {}
+    for attention in ("sdpa", VARLEN):
+        task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
+        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").model()
+        if attention == VARLEN:
+            set_varlen(model.get_base_model())
+        loss = task.loss(model, fused_head=decided.fused_head.value)
+        task.flat_packs = keep_documents_apart(loss, model, prepared.tokenizer.pad_token_id, CPU)
+        assert task._images is not None and isinstance(prepared.data.train, Samples)
+        cache = root / "cache"
+        task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)
+        [batch], _ = task.batches().step_batches(0, 0)
+        assert (batch.cu_seqlens is not None) == (attention == VARLEN) and batch.images
+        losses[attention] = float(loss(model, batch, CPU).detach())
+    assert losses[VARLEN] == pytest.approx(losses["sdpa"], rel=1e-6)
+
+
 def test_parts_that_learn_from_images_need_images_in_the_data(root: Path, tmp_path: Path) -> None:
     file = write_records(tmp_path / "a.jsonl", {"messages": turns("what?")})
     given: dict[str, Any] = {"train": "lora", "cache": True}
@@ -139,7 +168,7 @@ def write_records(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def turns(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+def turns(question: Any, answer: Any = "red") -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -224,8 +253,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
     "pairs": (
         {
-            "chosen": turns([{"type": "text", "text": "?"}], "red"),
-            "rejected": [*turns("?")[:1], {"role": "assistant", "content": [{"type": "image", "path": "red.png"}]}],
+            "chosen": turns("?", "red"),
+            "rejected": turns("?", [{"type": "image", "path": "red.png"}, {"type": "text", "text": "x"}]),
         },
         "record 1: chosen and rejected have different images",
     ),
@@ -292,10 +321,11 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForMultimodalLM
 
-    for family in ("qwen2_5_vl", "gemma3"):
+    for family, parts in (("qwen2_5_vl", "lora"), ("gemma3", "projector")):
         ground = tmp_path / family
         ground.mkdir()
-        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, output_dir=str(ground / "run"))
+        more = {"vision__train": parts, "output_dir": str(ground / "run")}
+        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
         (ground / "base.yaml").write_text((root / "run.yaml").read_text())
         train_run(ground, logging__report_to="none")
         file = picture(tmp_path)
@@ -345,6 +375,7 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
         own: dict[str, Any] = {
             "training__batch_size": 6,
             "training__max_steps": 2,
+            "training__logging_steps": 1,
             "dataset__shuffle": False,
             **changes,
         }
@@ -361,10 +392,8 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
         (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
         train_run(tmp_path, logging__report_to="none", logging__run_name=name)
         found[name] = recorded(tmp_path / name)
-    model, prepared = (
-        load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa"),
-        prepare(config),
-    )
+    prepared = prepare(config, to_train=False)
+    model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa")
     means = []
     for sample in prepared.data.train:
         for document in split_documents(sample):

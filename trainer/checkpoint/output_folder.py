@@ -1,6 +1,6 @@
 """Checks before a run without importing torch (a contract of import-linter): its output folder, and that inputs exist.
 
-Nothing is written here.
+Nothing is written, except that a folder on an object store is copied here first.
 """
 
 import errno
@@ -17,6 +17,7 @@ from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP
+from trainer.contract.object_store import fetch_run
 from trainer.data.source_files import read_template
 from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
@@ -58,6 +59,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
 def check_place(config: RunConfig) -> None:
     """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
     folder = Path(config.output_dir)
+    fetch_run(folder)
     try:
         existing = _nearest_existing(folder)
         _check_writable(folder, existing)
@@ -139,7 +141,10 @@ def _check_writable(folder: Path, existing: Path) -> None:
         raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; use another disk")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
-    free_gib = shutil.disk_usage(existing).free / 2**30
+    disk = shutil.disk_usage(existing)
+    if not disk.total:
+        raise UserError(f"output_dir={folder}: {existing} is on no disk; use another folder")
+    free_gib = disk.free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need at least {FREE_GIB_NEEDED}; "

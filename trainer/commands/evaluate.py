@@ -74,6 +74,11 @@ DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
 PAIR_COLUMNS = {
     "loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f"),
 }  # fmt: skip
+ANSWER_COLUMNS = {
+    "loss": ("loss of an answer", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("distance from baseline", ".4f"),
+}  # fmt: skip
+COLUMNS: dict[str, Any] = {"documents": DOCUMENT_COLUMNS, "pairs": PAIR_COLUMNS, "answers": ANSWER_COLUMNS}
+"""Columns by what is counted; labelled answers of `kto` are compared with the baseline of their batch."""
 
 
 def evaluate(
@@ -127,10 +132,14 @@ def _name_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
-    values = _measure_pairs(model, find_task(config).pair_loss(model, config), samples, pad_token_id, batch_size)
+    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs.
+
+    For `kto`, over answers.
+    """
+    loss = find_task(config).pair_loss(model, config)
+    values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
-    found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
+    found: dict[str, Any] = {loss.unit: pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
         result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
         for part, interval in result.items():
@@ -182,15 +191,16 @@ def held_out_samples(
         shape = load_model_config(run.config.base_model, run.config.model)
         files = Prepared(tokenizer, shape, None, longest=context_length(shape), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
+        has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
+        find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
     except UserError as error:
         if data is None:
             raise
         named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
-        raise UserError(named) from None
+        is_clear = named.startswith(("--", f"{run.folder}: "))
+        raise UserError(named if is_clear else f"--data={shown(data)}, read as in training: {named}") from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
-    find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return samples, has_pairs
@@ -223,8 +233,8 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 def show(found: dict[str, Any], heading: str, console: Console) -> None:
     """Print the results, as they are written in JSON, in a table with intervals below the values."""
-    unit = "pairs" if "pairs" in found else "documents"
-    columns: dict[str, Any] = PAIR_COLUMNS if unit == "pairs" else DOCUMENT_COLUMNS
+    unit = next(unit for unit in COLUMNS if unit in found)
+    columns = COLUMNS[unit]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for title, *_ in columns.values():
@@ -332,7 +342,8 @@ def _measure_held_out(
     given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if has_pairs:
         found = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **given)
-        size = f"{found['pairs']:,} pairs"
+        unit = "pairs" if "pairs" in found else "answers"
+        size = f"{found[unit]:,} {unit}"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
         found = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **given)

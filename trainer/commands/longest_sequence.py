@@ -33,12 +33,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
 
 
 def predict_seconds(
-    planner: Planner,
-    config: RunConfig,
-    memory: int,
-    longest: dict[int, int],
-    card: str,
-    network: float,
+    planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], card: str, network: float
 ) -> dict[int, float]:
     """Return the seconds of a step of each of the longest sequences, where they can be predicted."""
     found = {}
@@ -54,8 +49,7 @@ def predict_seconds(
 
 
 def _with_length(planner: Planner, length: int) -> Planner:
-    lengths = replace(planner.lengths, longest=length, targets=length)
-    return replace(planner, lengths=lengths)
+    return replace(planner, lengths=replace(planner.lengths, longest=length, targets=length))
 
 
 def _find(planner: Planner, config: RunConfig, memory: int) -> int:

@@ -1,6 +1,7 @@
 """Checks of combinations of settings, made before anything is loaded."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -163,6 +164,9 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
         if unknown := [role for role in source.roles if role not in ROLES]:
             fix = f"list your names under {', '.join(ROLES)}"
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
+        names = Counter(name for theirs in source.roles.values() for name in {*theirs})
+        for name in [name for name, count in names.items() if count > 1]:
+            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "keep one of them")
     if set(data.train_on) - {*ROLES, "last", "all"}:
         yield Mistake("dataset.train_on", data.train_on, "choose from assistant, last, user, system, tool, all")
 

@@ -13,6 +13,7 @@ from trainer.config.checks import unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.mistakes import Given, replace_mistakes
+from trainer.config.paths import is_remote, local_copy
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
 
@@ -59,6 +60,8 @@ def load_text(
     if "output_dir" not in given.tree:
         given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
         given.notes.append(f"output_dir is not set; {given.tree['output_dir']} is used, named after the file")
+    elif is_remote(place := str(given.tree["output_dir"])):
+        given.notes.append(f"output_dir={place}: written to {local_copy(place)}, and copied with every checkpoint")
     if given.tree.get("adapters"):
         given.tree.setdefault("dataset", {})  # each adapter may have its own
     config: RunConfig | None

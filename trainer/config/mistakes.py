@@ -14,6 +14,7 @@ from trainer.config.errors import Mistake, shown
 from trainer.config.messages import describe_errors, section_wanted, setting_names
 from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_mistake
 from trainer.config.sections import RunConfig
+from trainer.config.training_sections import FRACTIONS
 from trainer.config.zero import gathers_by_layer
 
 # Values for missing settings without a default, so that the other settings can be checked.
@@ -26,6 +27,8 @@ class Mistakes:
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
         """Map of our names to the names that were typed."""
+        self.fractions: dict[str, float] = {}
+        """Numbers of steps that were given as fractions of the run."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -39,7 +42,8 @@ class Mistakes:
         """Add a mistake of a setting; only the first of a setting is reported."""
         order, place = self._place(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
-        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place)))
+        value = self.fractions.get(mistake.setting, mistake.value)
+        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place, value=value)))
 
     def add_twice(self, dotted: str, name: str) -> None:
         """Add a setting that is given as `name` after it was given under another name."""
@@ -232,4 +236,7 @@ class Given:
             self.mistakes.add_twice(dotted, name)
             return
         self.names[dotted] = name
+        self.mistakes.fractions.pop(dotted, None)
+        if last in FRACTIONS and isinstance(value, float):
+            self.mistakes.fractions[dotted] = value
         node[last] = value

@@ -8,7 +8,7 @@ from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection, VisionSection
 from trainer.config.needs import LANGUAGE, Needs
-from trainer.config.paths import PathText
+from trainer.config.paths import OutputText, PathText
 from trainer.config.task_sections import ImageSection, PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
@@ -195,8 +195,9 @@ class RunConfig(Section):
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
-    output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and report; default: runs/NAME for NAME.yaml."""
+    output_dir: OutputText
+    """Folder for the adapter, checkpoints, logs, metrics and report, also on an object store, such as s3://bucket/run;
+    default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of all random numbers."""
     model: ModelSection = ModelSection()

@@ -26,6 +26,8 @@ from trainer.config.types import (
     StepsOrNever,
 )
 
+FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
+"""Settings in steps that may be a fraction of the run -> the setting that it becomes without max_steps."""
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
 
@@ -260,7 +262,7 @@ class TrainingSection(Section):
             return given
         given = dict(given)
         epochs, steps = given.get("epochs", 1), given.get("max_steps")
-        for name, other in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+        for name, other in FRACTIONS.items():
             if isinstance(fraction := given.get(name), float) and 0.0 < fraction < 1.0:
                 if isinstance(steps, int):
                     given[name] = math.ceil(fraction * steps)

@@ -63,8 +63,8 @@ def prepare_data(
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens and has no "
-            f"rotary embedding; use {max_length_of_model} or less"
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens, which is "
+            f"the end of its positions; use {max_length_of_model} or less"
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []

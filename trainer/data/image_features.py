@@ -23,7 +23,6 @@ class TowerOutput:
     """Features of the images of a batch, with the names under which transformers' models read them."""
 
     pooler_output: Any
-    last_hidden_state: Any = None
     deepstack_features: Any = None
 
     def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
@@ -45,8 +44,6 @@ class FeatureFiles:
     def write(self, path: Path, output: Any, grid: torch.Tensor | None) -> None:
         """Write the output of a tower for one image. Raises UserError if that is impossible."""
         features = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
-        if features["pooler_output"] is not None:
-            del features["last_hidden_state"]
         found = {name: each for key, value in features.items() for name, each in _flatten(key, value)}
         found |= {} if grid is None else {GRID: grid}
         temporary = path.with_suffix(f".{os.getpid()}")

@@ -127,6 +127,8 @@ def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
     answer = record.get(name)
     if isinstance(answer, Mapping):
         return [answer]
+    if isinstance(answer, list) and isinstance(next(iter(answer), None), str):
+        raise UserError(f"{where}: {name} is a list of texts; keep one of them")
     if not isinstance(answer, str | list):
         raise UserError(f"{where}: {name} is missing, or neither text nor turns; give an answer, or remove the record")
     return answer

@@ -112,11 +112,6 @@ def plan_for_machine(
         config = resolve_eval_and_save_steps(config, *counted)
         unread, note = kind.decide(config, machine, None), f"no memory estimate for this model ({reason})"
         return MemoryPlan(config, None, unread, kind, (note,))
-    layers, there = config.training.gradient_checkpointing_layers, len(planner.shapes.layers)
-    if layers is not None and layers > there:
-        raise UserError(
-            f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
-        )
     resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counted)
     found = planner.estimate(resolved)
     notes = []

@@ -132,11 +132,8 @@ def _compute(
     forward, backward = speeds[max((each for each in speeds if each <= length), default=min(speeds))]
     selective = config.training.gradient_checkpointing == "selective"
     again = fraction if config.training.recompute_attention and not selective else 0.0
-    return (
-        linear / rate * (1 + FORWARD * fraction)
-        + attention * (1 + again) / forward
-        + BACKWARD * attention / backward
-    )  # fmt: skip
+    layers = linear / rate * (1 + FORWARD * fraction)
+    return layers + attention * ((1 + again) / forward + BACKWARD / backward)
 
 
 def _gather(planner: Planner, config: RunConfig, link: float, network: float) -> tuple[float, list[Collective]]:

@@ -22,7 +22,6 @@ from trainer.model.model_source import unreadable_error
 from trainer.model.published_shapes import is_random
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.group import gather_objects
-from trainer.parallel.ranks.progress import phase
 
 SHOWN_EVERY = 100
 
@@ -123,7 +122,7 @@ def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageI
 
 @torch.no_grad()
 def cache_features(
-    inputs: ImageInputs, model: Any, samples: Samples, folder: Path, say: Callable[[str], None]
+    inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
     """Return `inputs` with files below `folder` of the features of all images; every rank must call it.
 
@@ -132,10 +131,8 @@ def cache_features(
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError(
-            "vision.cache=true: the adapter at lora.adapter_path trains parts of the tower; set it to false"
-        )
-    taken, device = inspect.signature(inner.get_image_features).parameters, next(inner.parameters()).device
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the tower; set it to false")
+    taken = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:
         given = inputs.reader.inputs([image])
@@ -143,8 +140,7 @@ def cache_features(
         return inner.get_image_features(**moved, return_dict=True), given.get(GRID)
 
     [[noise]] = inputs.reader.empty_document().images
-    output = compute(noise)[0]
-    state = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    state = compute(noise)[0].pooler_output
     state = state if isinstance(state, torch.Tensor) else torch.cat(list(state))
     digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
@@ -156,10 +152,9 @@ def cache_features(
     most = max(gather_objects(len(missing)))
     paths = list(missing)
     for number in range(most):
-        with phase("load"):
-            output, grid = compute(missing[paths[number]] if number < len(paths) else noise)
-            if number < len(paths):
-                files.write(paths[number], output, grid)
+        output, grid = compute(missing[paths[number]] if number < len(paths) else noise)
+        if number < len(paths):
+            files.write(paths[number], output, grid)
         if (number + 1) % SHOWN_EVERY == 0:
             say(f"image features: {number + 1:,} of {most:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))

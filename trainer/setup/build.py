@@ -32,7 +32,7 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, set_seed
+from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
@@ -184,9 +184,11 @@ class Builder:
         zero = self._config.zero
         if self._decided.gather.value != "layer":
             return None
-        group = form_group(zero.shard_within, gather_objects(host_name()))
-        shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
-        if shared_by == 1 and not zero.offload_parameters:
+        hosts = gather_objects(host_name())
+        group = form_group(zero.shard_within, hosts)
+        # On all ranks or none, since these read the weights together: a rank may be alone on its host.
+        largest = max(map(len, list_groups(zero.shard_within, hosts)))
+        if largest == 1 and not zero.offload_parameters:
             return None
         return LayerShards(
             self._device,

@@ -134,6 +134,10 @@ def read_model_files(config: RunConfig) -> Prepared:
     tokenizer = _read_tokenizer(config)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
+    layers, there = config.training.gradient_checkpointing_layers, empty.config.get_text_config().num_hidden_layers
+    if layers is not None and layers > there:
+        problem = f"the model has {there}; remove it to recompute all"
+        raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
         check_shareable(config.parallel.sequence, empty)
     check_visited(config.base_model, empty)

@@ -138,7 +138,8 @@ class LanguageTask(Task):
         if self._images is not None and config.vision.cache:
             with phase("load"):
                 folder = Path(config.dataset.cache_dir).expanduser()
-                self._images = cache_features(self._images, engine.module, self._prepared.data.train, folder, self._say)
+                samples = self._prepared.data.train
+                self._images = cache_features(self._images, engine.module, samples, folder, device, self._say)
         for line in describe_separate_documents(engine.module):
             self._say(line)
         if varlen and not self.flat_packs:

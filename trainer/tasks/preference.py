@@ -84,6 +84,8 @@ class PreferenceLoss(TokenLoss):
 
     answers = 2
     """Documents of a row that are answers to its prompt."""
+    unit = "pairs"
+    """What `measure_pairs` has a column for."""
     keeps_adapter = False
     """Whether the cached reference is the model before training, with its adapter."""
 
@@ -174,19 +176,33 @@ class KtoLoss(PreferenceLoss):
     without a gradient.
     """
 
+    unit = "answers"
     answers = 1
 
-    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+    def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+        """Return loss, accuracy and margin of every answer [3, P]: beta times its distance from the batch's baseline.
+
+        A margin is positive if the answer is on the side of the baseline that its label asks for.
+        """
+        scores, losses = self._score_pairs(model, batch, device)
+        margins = self._find_margins(scores, batch)[0]
+        return torch.stack([losses, (margins.sign() + 1) / 2, margins])
+
+    def _find_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""
         own, mismatched = scores.ratios
         total = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
         total = sum_over_ranks(total)
         baseline = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0).float()
         is_desirable = to_device(_labels(batch), own.device)
         sign = is_desirable.float() * 2.0 - 1.0
+        return sign * self._settings.beta * (own - baseline), is_desirable, baseline
+
+    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        margins, is_desirable, baseline = self._find_margins(scores, batch)
         self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
-        weight = torch.where(is_desirable, *weights)
-        return weight * (sign * self._settings.beta * (baseline - own)).sigmoid()
+        return torch.where(is_desirable, *weights) * (-margins).sigmoid()
 
     @torch.no_grad()
     def _add_answers(
@@ -296,8 +312,6 @@ class PreferenceTask(LanguageTask):
             return  # the texts or conversations of --data
         cls.check_data(config, stats)
         metrics = f"see eval/rewards in {folder}/metrics.jsonl, or pass texts or conversations with --data"
-        if "kto" in config.preference.loss:
-            raise UserError(f"{folder}: preference.loss=kto compares answers of a whole batch; {metrics}")
         if config.preference.reference == "cached" and config.lora.adapter_path is not None:
             problem = "its reference is the adapter that training began with, which the run does not keep"
             raise UserError(f"{folder}: lora.adapter_path={config.lora.adapter_path}: {problem}; {metrics}")
@@ -308,9 +322,10 @@ class PreferenceTask(LanguageTask):
         settings = config.preference
         if settings.reference == "cached":
             settings = settings.model_copy(update={"reference": "step"})
-        return PreferenceLoss(model, settings)
+        return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
+        self._read_images(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)

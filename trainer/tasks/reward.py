@@ -23,6 +23,9 @@ REWARDS = MEASURED[:4]
 class RewardLoss(TokenLoss):
     """The sum over pairs of -log sigmoid(r_chosen - r_rejected - margin); r is the score at an answer's last token."""
 
+    unit = "pairs"
+    """What `measure_pairs` has a column for."""
+
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
         super().__init__(module, **options)
