@@ -35,7 +35,6 @@ MODULES = {
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
     "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
-    "download": ("trainer.commands.download", "Download a model from the hub, or print the hub's command."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
@@ -51,7 +50,7 @@ MODULES = {
 }
 GROUPS = {
     "Train": ("init", "import", "validate", "estimate", "train", "sweep", "config"),
-    "Data": ("inspect", "prepare", "download"),
+    "Data": ("inspect", "prepare"),
     "After training": ("eval", "generate", "chat", "merge", "report", "export", "serve", "push"),
     "Cluster": ("doctor", "submit", "status"),
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),

@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE like `python -m`, with signal handling and short errors."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run `main` of MODULE, with signal handling and short errors."""
 
 import os
 import signal
@@ -16,9 +16,17 @@ def become_module(module: str, words: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])
 
 
-def _command() -> int:
-    import runpy
+def run_main(module: str) -> int:
+    """Call `main` of a module, or of a package's `__main__`, with the arguments in sys.argv; return its exit code."""
+    from importlib import import_module
+    from importlib.util import find_spec
 
+    spec = find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    return int(import_module(f"{module}.__main__" if is_package else module).main() or 0)
+
+
+def _command() -> int:
     from launcher.entry import quiet_libraries
     from trainer.config.errors import find_path_mistake
     from trainer.contract.exit_codes import EXIT_USAGE
@@ -30,14 +38,13 @@ def _command() -> int:
     del sys.argv[0]
     PROGRESS.show("importing")
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return run_main(sys.argv[0])
     except OSError as error:
         mistake = find_path_mistake(error)
         if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr)
         return EXIT_USAGE
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,24 +1,34 @@
 """`zerolora train`: check the run, start its ranks, and supervise them."""
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
-from launcher.attempts import Attempts
 from launcher.job_starts import record_end, record_start
-from launcher.plan import Request, plan
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Build, Plan, Request, plan
 from launcher.rank_slots import RankSlots
+from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
 from launcher.supervision.processes import run_child
-from launcher.supervision.terminal import say, show
-from trainer.config import LoadedConfig
-from trainer.config.files import UnreadableFile
+from launcher.supervision.remote import Reach, SrunReach, SshReach
+from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.supervisor import Supervisor
+from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
+from launcher.targets.local import write_environment
+from launcher.targets.slurm import is_requeued, lost_nodes
+from trainer.config import LoadedConfig, TrainingSection, UserError
+from trainer.config.files import Positive, UnreadableFile, read_value
+from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.known_versions import installed_version
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.rank_arguments import encode_command
+
+DEFAULT_RESTARTS = 3
 
 
 def start(
@@ -49,7 +59,7 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {get_version()}: {arguments[0]}")
-    from trainer.setup.early_checks import check_early  # imports numpy, which other commands do not need
+    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
 
     check_early(loaded.config)
     with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
@@ -67,7 +77,7 @@ def start(
             if is_job_start:
                 record_start(run_dir, os.environ)
             words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            code = Attempts(words, loaded, (build, reach), slots, prestarted).train()
+            code = Attempts(words, loaded.config.training, run_dir, (build, reach), slots, prestarted).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended
                     record_end(run_dir, os.environ, code)
@@ -77,3 +87,132 @@ def start(
 def get_version() -> str:
     """Return zerolora's installed version."""
     return installed_version("zerolora") or "(not installed)"  # an uninstalled checkout, as on a shared file system
+
+
+class Attempts:
+    """The attempts of one run, while its folder is locked."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        training: TrainingSection,
+        run_dir: Path,
+        planned: Plan,
+        slots: RankSlots,
+        prestarted: PrestartedRanks | None,
+    ) -> None:
+        """Prepare the first start with `planned` and the `prestarted` ranks; later starts choose among `slots`."""
+        self._arguments, self._training, self._prestarted = arguments, training, prestarted
+        self._planned: Plan | None = planned
+        self._slots = slots
+        self._logs = run_dir / "logs"
+        self._full_size = 0
+        self._used_slots: Sequence[int] = ()
+        self._excluded: frozenset[int] = frozenset()
+        _, reach = planned
+        if isinstance(reach, SrunReach):
+            record_job(reach.allocation.job_id, self._logs.parent)
+        self._most = resolve_max_restarts(self._training.max_restarts, reach)
+
+    def train(self) -> int:
+        """Start the ranks, restart them where that may help, and return the exit code."""
+        return Restarts(
+            self._logs.parent,
+            self._start,
+            most=self._most,
+            resumes=self._training.resume_from_checkpoint is not None,
+            exclude=self._exclude if self._training.elastic else None,
+        ).run()
+
+    def _start(self, settings: Sequence[str]) -> Ending:
+        settings = list(settings)
+        if self._planned is not None:
+            (build, reach), self._planned = self._planned, None
+        else:
+            try:
+                build, reach, more = self._plan_restart()
+            except UserError as error:
+                say(f"not restarted: {error}")
+                return Ending(1)
+            settings += more
+        with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
+            words = [*self._arguments, *settings, *console.arguments()]
+            command = build(words)
+            self._full_size = self._full_size or command.ranks
+            self._used_slots = self._used_slots or range(self._full_size)
+            if isinstance(reach, SshReach):
+                write_environment(self._logs / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
+            device = " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
+            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{device}")
+            # Prestarted ranks take part in the first attempt only.
+            ranks = self._prestarted
+            first = partial(ranks.release, words) if ranks is not None and ranks.is_waiting else None
+            minutes = self._training.hang_timeout
+            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
+            code = supervisor.run()
+        fault = None if supervisor.signals else supervisor.fault
+        if not (self._training.elastic and self._most):
+            code = _check_lost_nodes(code, reach)
+        return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
+
+    def _plan_restart(self) -> tuple[Build, Reach | None, list[str]]:
+        """Return a plan for the available ranks, and the settings that preserve the global batch.
+
+        With `training.elastic` use the largest number of ranks that divides the global batch, else as many as at first.
+        Raises UserError if too few ranks are available.
+        """
+        total = self._global_batch() if self._training.elastic else None
+        restart = self._slots.plan_restart(self._excluded, total)
+        ranks, (build, reach), before = len(restart.slots), restart.plan, len(self._used_slots)
+        if ranks != self._full_size and (total is None or total % ranks):
+            raise UserError(
+                f"{ranks} of {self._full_size} ranks can be started now; repair the others"
+                + ", or set training.elastic=true to continue with these" * (total is None)
+            )
+        self._used_slots = restart.slots
+        if ranks == before == self._full_size:
+            return build, reach, []
+        if ranks < self._full_size:
+            say(
+                f"continuing with {ranks} of {self._full_size} ranks"
+                + f"; {restart.available} do not divide the {total} samples of a step" * (restart.available > ranks)
+                + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
+            )
+        # The micro-batch stays the upper bound of what a rank processes at once.
+        return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
+
+    def _exclude(self, ending: Ending) -> str | None:
+        rank = None if ending.fault is None else ending.fault.rank
+        unit = None if rank is None or rank >= len(self._used_slots) else self._slots.find_unit(self._used_slots[rank])
+        if unit is None or len(self._excluded | unit[1]) >= self._full_size:
+            return None
+        name, slots = unit
+        self._excluded |= slots
+        return name
+
+    def _global_batch(self) -> int | None:
+        """Return the samples of a step from the run's resolved settings; None before they are written."""
+        try:
+            names = ("training.batch_size", "training.gradient_accumulation_steps")
+            sizes = [read_value(self._logs.parent / "training_config.json", name, Positive) for name in names]
+            ranks: int = read_value(self._logs.parent / "run.json", "world_size", Positive)
+            return ranks * int(math.prod(sizes))
+        except FileNotFoundError:
+            return None
+
+
+def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
+    """Return `training.max_restarts`; by default 0 below srun in a job that SLURM requeues, else 3."""
+    if setting is not None:
+        return setting
+    return 0 if isinstance(reach, SrunReach) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
+
+
+def _check_lost_nodes(code: int, reach: Reach | None) -> int:
+    if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
+        return code
+    lost = lost_nodes(reach.allocation)
+    if not lost:
+        return code
+    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
+    return EXIT_PREEMPTED

@@ -6,15 +6,14 @@ python -m scripts.reference_pages
 import io
 import os
 import re
-import runpy
 import sys
-import warnings
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import launcher.commands
 from launcher.commands import MODULES, build_command
+from launcher.module import run_main
 from trainer.config.settings_reference import reference_text
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
@@ -68,8 +67,7 @@ def commands_page(helps: dict[str, str]) -> str:
 def helps() -> dict[str, str]:
     """Return the output of `zerolora NAME --help` for every command, 100 columns wide, run in this process."""
     plain = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "DS_ACCELERATOR": "cpu"}
-    with patch.dict(os.environ, plain), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # by an earlier command
+    with patch.dict(os.environ, plain):
         return {name: _capture_help(name) for name in command_names()}
 
 
@@ -78,7 +76,7 @@ def _capture_help(name: str) -> str:
     arguments = [MODULES[name][0]] if name in MODULES else ["zerolora", name]
     with patch.object(sys, "argv", [*arguments, "--help"]), redirect_stdout(text), suppress(SystemExit):
         if name in MODULES:
-            runpy.run_module(MODULES[name][0], run_name="__main__", alter_sys=True)
+            run_main(MODULES[name][0])
         else:
             launcher.commands.main()
     return text.getvalue()

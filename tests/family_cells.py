@@ -25,7 +25,7 @@ from tests.served import serve
 from tests.tiny import make_tokenizer
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, UserError, load_config
 from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import auto_class, check_kind

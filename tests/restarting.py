@@ -73,7 +73,7 @@ def lose_one_and_come_back(workplace: Path, left_out: str, place: Local | None =
 
 def inspected(run: Path, step: int) -> list[str]:
     """The samples that `zerolora inspect` shows of a step."""
-    command = [sys.executable, "-m", "trainer.commands.inspect", str(run / "training_config.json")]
+    command = [sys.executable, "-m", "launcher.module", "trainer.commands.inspect", str(run / "training_config.json")]
     done = subprocess.run([*command, "--step", str(step), "--ranks", "2"], capture_output=True, text=True, check=True)
     return [line for line in done.stdout.splitlines() if line.startswith("sample ")]
 

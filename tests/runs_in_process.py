@@ -18,7 +18,7 @@ import trainer.memory.planner
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
-from trainer.joint_run import JointRun
+from trainer.entry.joint_run import JointRun
 from trainer.memory.model_widths import read_shapes
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.signals import StopRequest

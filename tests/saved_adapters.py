@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm
 from trainer.checkpoint.weights import gather_weights, write_adapter
 
 

@@ -82,7 +82,7 @@ def record_base(run_dir: Path, config: RunConfig, **more: object) -> None:
     from trainer.checkpoint.identity import Identity
     from trainer.checkpoint.run_record import write_run_record
 
-    write_run_record(run_dir, config, 1, "cpu", "fp32")
+    write_run_record(run_dir, config.model_dump_json(), 1, "cpu", "fp32")
     known = Identity(base_model=config.base_model, base=fingerprint_base(config.base_model, config.model))
     record_result(run_dir, [], known.model_dump(mode="json"))
     record = json.loads((run_dir / "run.json").read_text())

@@ -1,34 +1,22 @@
 """The evaluations of a run: the held-out loss, scores, and samples."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.markup import escape
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import LOSSES
-from trainer.parallel.engine.averaged_weights import averaged_weights
+from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
-from trainer.tasks.lm_eval_scores import Scores
 from trainer.tasks.task import StepLoss, Task
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The custom evaluation of a run that only measures held-out losses, without checkpoints and report."""
-
-    evaluate: Callable[[Engine], tuple[float, int]]
-    """Returns the held-out loss of the engine's model in nats per target token, and the number of target tokens."""
-    at_the_end: Callable[[Engine], None]
-    """Further measurements of the trained model."""
-
-
 class Evaluation:
-    """Evaluates the model of a run; a `measurement` replaces the held-out loss."""
+    """Evaluates the model of a run."""
 
     def __init__(
         self,
@@ -36,7 +24,6 @@ class Evaluation:
         engine: Engine,
         loss: StepLoss,
         say: Callable[[str], None],
-        measurement: Measurement | None = None,
         *,
         held_out: bool,
         scored: bool = False,
@@ -46,7 +33,7 @@ class Evaluation:
         self.has_data, self.is_defined, self._best = held_out, held_out or scored, best
         self.sign = 1.0
         """-1 if higher is better for the best metric."""
-        self._task, self._engine, self._loss, self._say, self._measurement = task, engine, loss, say, measurement
+        self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
         """Return the best metric, negated if higher is better, and all metrics; every rank must call it.
@@ -61,7 +48,7 @@ class Evaluation:
         if self.has_data:
             values["eval/loss"], measured = self.loss()
             values |= measured
-        scores = self._task.scores(self._engine) if self._measurement is None else Scores({}, {}, set())
+        scores = self._task.scores(self._engine)
         values |= {f"eval/{name}": value for name, value in scores.values.items()}
         if first and scores.values:
             base = self._task.scores(self._engine, base=True)
@@ -77,20 +64,22 @@ class Evaluation:
     @phase("evaluate")
     def loss(self) -> tuple[float, dict[str, float]]:
         """Return the held-out loss per target and further metrics of it; every rank must call it."""
-        if self._measurement is not None:
-            loss, _ = self._measurement.evaluate(self._engine)
-        else:
-            loss, _ = evaluate_loss(self._engine, self._loss, self._task.evaluation())
+        loss = self.held_out_loss()
         if not math.isfinite(loss):
             self._say(
                 f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples, or use training.precision: bf16 instead of fp16"
             )
-        measured = self._loss.values(training=False)
-        if self._task.counted == "tokens" and not measured:
-            measured = {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
-        return loss, measured
+        return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
+
+    def held_out_loss(self) -> float:
+        """Return the held-out loss per target, in nats; every rank must call it."""
+        return self.mean_loss(self._task.evaluation())
+
+    def mean_loss(self, batches: Iterable[Any]) -> float:
+        """Return the loss of batches per target, in nats; every rank must call it."""
+        return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""

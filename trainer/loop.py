@@ -11,6 +11,7 @@ from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
+from trainer.contract.rank_errors import OtherRankFailed
 from trainer.memory.preflight import peak_memory_gib
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.monitor.metrics import Metrics
@@ -20,6 +21,10 @@ from trainer.patches.graphed_loss import GraphedLoss
 from trainer.step import StepContext, StepInFlight, StepResult, train_step
 
 NONFINITE_IN_A_ROW = 10
+
+
+class NonfiniteElsewhere(FloatingPointError, OtherRankFailed):
+    """A loss on another rank was not finite."""
 
 
 class Loop:
@@ -37,11 +42,11 @@ class Loop:
         reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
-        counted: str = "tokens",
+        counted: Sequence[str],
     ) -> None:
         """`evaluate` returns the value by which evaluations are compared (lower is better), and all metrics.
 
-        `counted` is the unit of the batches. Only rank 0 has a `reporter`; a run without `checkpoints` saves none.
+        `counted` as in `Task`. Only rank 0 has a `reporter`; a run without `checkpoints` saves none.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
@@ -223,7 +228,7 @@ class Loop:
         if result.nonfinite_ranks and not result.own_is_nonfinite:
             one = result.nonfinite_rank
             who = f"{result.nonfinite_ranks} other ranks" if one is None else f"rank {one}"
-            raise FloatingPointError(f"step {step}: {who} had a loss that is not finite; no weight was changed by it")
+            raise NonfiniteElsewhere(f"step {step}: {who} had a loss that is not finite; no weight was changed by it")
         raise FloatingPointError(
             f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
@@ -242,17 +247,16 @@ class Loop:
         values = {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
-            f"train/{counted}": float(position.tokens),
             "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,
-            f"perf/{counted}_per_second": result.tokens / seconds,
-            f"perf/{counted}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
+            f"perf/{counted[0]}_per_second": result.tokens / seconds,
+            f"perf/{counted[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
         } | known
         if samples := context.batches.samples_per_epoch:
             values["train/epoch"] = position.epoch + position.offset / samples
-        if counted == "tokens":
-            values["train/target_tokens"] = float(position.target_tokens)
+        counts = (position.tokens, position.target_tokens)
+        values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
         for found in measured:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,26 +15,20 @@ from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.data.prepared import Prepared, fit_max_length, skipped_records
-from trainer.evaluation import Evaluation, Measurement
+from trainer.data.prepared import Prepared, skipped_records
+from trainer.evaluation import Evaluation
 from trainer.loop import Loop
-from trainer.memory.oom_recovery import Recovery
-from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import Metrics
 from trainer.parallel.engine.adapter_choice import find_choice
-from trainer.parallel.engine.optimizer import build_schedule, has_moved, planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.scu.controller import Steering
-from trainer.scu.steering import fit_to_target, start_steering
+from trainer.scu.steering import check_start, fit_to_target, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join
-from trainer.setup.kinds import kind_of
-from trainer.setup.step_hooks import build_hooks
-from trainer.step import StepContext, evaluate_loss
+from trainer.step import StepContext
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
@@ -44,10 +39,12 @@ LONG_LOAD_S = 3.0
 class Run:
     """A training run on one rank; further attributes are in the order in which they are set."""
 
+    has_checkpoints = True
+    build_evaluation: Callable[..., Evaluation] = Evaluation
+
     # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
-    memory: MemoryPlan
     task: Task
     total_steps: int
     builder: Builder
@@ -63,8 +60,6 @@ class Run:
     # train, save
     position: Position
     loop: Loop
-    metrics: Metrics | None
-    """On rank 0, once the folder is open."""
     evaluation: Evaluation
     resident: int
     """Bytes on the GPU after the engine has started, which stay there for the whole run."""
@@ -79,7 +74,6 @@ class Run:
         console: Console,
         stop: StopRequest,
         lock: FolderLock | None = None,
-        measurement: Measurement | None = None,
         *,
         verbose: bool = True,
     ) -> None:
@@ -87,11 +81,10 @@ class Run:
 
         Without `verbose` the console shows only the most important lines before the first step.
         """
-        self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
+        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
-        self.restored_scu = self.steering = self.metrics = None
+        self.restored_scu = self.steering = None
 
     def train(self) -> Position:
         """Join the other ranks, train, and save; every rank must call it."""
@@ -123,14 +116,12 @@ class Run:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
         self._engine, model = engine, engine.module
         position = self.position = self._restore(engine)
-        self.steering = self._start_steering(engine, position)
-        prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
-        self.metrics = self.folder.open(
-            model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint
-        )
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
-        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
+        self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
+        self.steering = self._start_steering(engine, position)
+        prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
+        self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
         self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         self.loop = self._build_loop(engine, position)
 
@@ -146,16 +137,13 @@ class Run:
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
-            if kept_step is not None and after is not None and self.metrics is not None:
-                self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            moved, identity = has_moved(self.schedule), self.checkpoints.identity()
-            self.folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
-            if self.measurement is not None:
-                self.measurement.at_the_end(engine)
+            if kept_step is not None and after is not None:
+                self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
+            self._save_result(engine, factor)
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
-        self.peak = peak_over_ranks(self.device)
+        self.peak = self.memory.measure_peak(self.device)
         self._loss_after = after
 
     def _join(self) -> None:
@@ -190,7 +178,7 @@ class Run:
     def _restore(self, engine: Engine) -> Position:
         """Create batches and schedule, and return the position, restored from a checkpoint if given."""
         self.batches = self.task.batches()
-        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+        self.schedule = self.builder.schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
 
@@ -198,17 +186,15 @@ class Run:
     def _start_steering(self, engine: Engine, position: Position) -> Steering | None:
         if not self.config.scu.enabled:
             return None
-        steering, notes = start_steering(
+        steering, warnings = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
-        loss, _ = evaluate_loss(engine, self.loss, batches)
-        rates = planned_rates(self.schedule, self.total_steps)[position.step :]
-        ratio = self.config.lora.loraplus_lr_ratio or 1.0
-        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=position.step > 0)
-        for warning in [*notes, *warnings]:
+        bits = self.evaluation.mean_loss(batches) / math.log(2)
+        warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
+        for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
@@ -217,11 +203,9 @@ class Run:
         alone = find_choice(engine.module) is None
         loss = self.builder.step_loss(self.loss, engine.module, self.say) if alone else self.loss
         extend_timeouts(collective_timeout(config.training))
-        hooks = build_hooks(
-            config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
-            partial(self.evaluation.sample, folder=self.folder), self.say, alone=alone,
-        )  # fmt: skip
-        recovery = Recovery(config, self.ranks.world_size, kind_of(config).planner)
+        count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
+        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=alone)
+        recovery = self.memory.recovery(self.ranks.world_size)
         parts = engine, loss, self.batches, self.ranks, self.schedule
         context = StepContext(*parts, recovery, self.steering)
         if alone:
@@ -233,9 +217,9 @@ class Run:
             position,
             steps,
             stop=self.stop,
-            reporter=self.metrics,
+            reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
-            checkpoints=self.checkpoints if self.measurement is None else None,
+            checkpoints=self.checkpoints if self.has_checkpoints else None,
             counted=self.task.counted,
         )
 
@@ -245,8 +229,7 @@ class Run:
         if self.evaluation.is_defined and not is_done:
             _, values = self.evaluation.measure(first=when == "before")
             loss = values.get("eval/loss")
-            if self.metrics is not None:
-                self.metrics.log(position.step, values)
+            self.folder.log(position.step, values)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
@@ -258,25 +241,23 @@ class Run:
             f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
-        if self.metrics is not None:
-            self.metrics.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
+        self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
+
+    def _save_result(self, engine: Engine, factor: float) -> None:
+        self.checkpoints.save_result(engine, self.schedule, factor)
 
     @phase("report")
     def finish(self) -> None:
         """Close the metrics and write the report."""
         position, before, after = self.position, self._loss_before, self._loss_after
-        if self.metrics is None:
+        if self.folder.metrics is None:
             return
-        self.metrics.close()
-        if self.measurement is not None:
-            found = f": {after:.4f}" if after is not None else ""
-            self.say(f"{'stopped' if self._stopped else 'done'} at step {position.step}{found}")
-            return
+        self.folder.metrics.close()
         self.folder.check()
         self.folder.write_times()
         with self.folder.tolerating_full_disk("the measured memory"):
-            self.say(record_memory(self.folder.path, self.memory, self.peak, self.device))
-        for source, count in skipped_records(self.config, self.prepared, self.batches).items():
+            self.say(self.memory.record(self.folder.path, self.peak, self.device))
+        for source, count in self._count_skipped().items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self._stopped:
@@ -285,9 +266,13 @@ class Run:
             self.folder.write_report(before, after)
         self.checkpoints.upload_result()
 
+    def _count_skipped(self) -> dict[str, int]:
+        skips = self.config.dataset.on_bad_record == "skip"
+        return skipped_records(self.prepared, self.batches) if skips else {}
+
     def close(self) -> None:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""
         if hasattr(self, "checkpoints"):
             self.checkpoints.wait_for_save(FINISH_SAVE_S)
-        if self.metrics is not None:
-            self.metrics.close()
+            if self.folder.metrics is not None:
+                self.folder.metrics.close()

@@ -8,6 +8,7 @@ paired differences; they are written at the end to heldout_documents.json, which
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from trainer.data import Sample, Samples
 from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.cache import reference_samples
 from trainer.data.prepared import Prepared
-from trainer.evaluation import Measurement
+from trainer.evaluation import Evaluation
 from trainer.model.adapter import changes_base_weights
-from trainer.model.adapter_scale import scaled_adapter
+from trainer.model.saved_adapter import scaled_adapter
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine
@@ -33,6 +34,7 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.run import Run
 from trainer.setup.preflight import prepare
+from trainer.tasks.task import Task
 
 DOCUMENTS_FILE = "heldout_documents.json"
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -68,8 +70,8 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: li
         return error.exit_code
     stop = StopRequest()
     console = open_console(folder, 0, None)
-    measurement = Measurement(held_out.evaluate, held_out.measure_scales)
-    run = Run(loaded, prepared, Ranks(0, 1, 0), console, stop, lock, measurement)
+    run = MeasuredRun(loaded, prepared, Ranks(0, 1, 0), console, stop, lock)
+    run.measure(held_out.evaluate, held_out.measure_scales)
     try:
         run.train()
     except UserError as error:
@@ -86,6 +88,41 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: li
         held_out.write(folder)
     leave_process_group()
     return stop.exit_code if stop else 0
+
+
+Measure = Callable[[Engine], float]
+"""Returns the held-out loss of the engine's model, in nats per target token."""
+
+
+class MeasuredEvaluation(Evaluation):
+    """An evaluation with a held-out loss of its own."""
+
+    def __init__(self, measure: Measure, task: Task, engine: Engine, *others: Any, **options: Any) -> None:
+        super().__init__(task, engine, *others, **options)
+        self._measure_loss = partial(measure, engine)
+
+    def held_out_loss(self) -> float:
+        return self._measure_loss()
+
+
+class MeasuredRun(Run):
+    """A run that only measures held-out losses, without checkpoints and report."""
+
+    has_checkpoints = False
+
+    def measure(self, evaluate: Measure, at_the_end: Callable[[Engine], None]) -> None:
+        """Evaluate by `evaluate`; `at_the_end` gets the trained model."""
+        self.build_evaluation, self._at_the_end = partial(MeasuredEvaluation, evaluate), at_the_end
+
+    def _save_result(self, engine: Engine, factor: float) -> None:
+        super()._save_result(engine, factor)
+        self._at_the_end(engine)
+
+    def finish(self) -> None:
+        if self.folder.metrics is not None:
+            self.folder.metrics.close()
+        found = f": {self._loss_after:.4f}" if self._loss_after is not None else ""
+        self.say(f"{'stopped' if self._stopped else 'done'} at step {self.position.step}{found}")
 
 
 class HeldOutDocuments:
@@ -106,8 +143,8 @@ class HeldOutDocuments:
         self._text_losses: list[list[float]] = []
         self._text_divergences: list[list[float]] = []
 
-    def evaluate(self, engine: Engine) -> tuple[float, int]:
-        """Return the mean over all target tokens, nats, and their number; keep the sum of each document."""
+    def evaluate(self, engine: Engine) -> float:
+        """Return the mean over all target tokens, nats; keep the sum of each document."""
         engine.eval()
         losses = self._measure(engine, self._documents, row_losses)
         if self._texts:
@@ -115,8 +152,7 @@ class HeldOutDocuments:
             self._text_divergences.append(self._measure(engine, self._texts, compute_row_divergences))
         engine.train()
         self._losses.append(losses)
-        tokens = sum(self._target_tokens)
-        return sum(losses) / tokens, tokens
+        return sum(losses) / sum(self._target_tokens)
 
     def measure_scales(self, engine: Engine) -> None:
         """Measure the finished adapter at smaller scales, which only shrinks the update of the base."""

@@ -119,7 +119,7 @@ def find_weights(config: Path, shape: str, base_model: str | None, models: Path 
             return Weights(str(demo), True, "real weights, those of `make demo`")
         reason = demo
     else:
-        reason = f"{name} is not on this machine; `zerolora download {name}` gets it"
+        reason = f"{name} is not on this machine; `hf download {name}` gets it"
     return Weights(f"{PREFIX}{shape}", False, f"random weights of the true shape: {reason}")
 
 

@@ -1,12 +1,17 @@
 """`zerolora doctor`: find what would stop or slow down a run before it starts, with a fix for each problem."""
 
+import base64
 import json
 import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +22,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_ssh, format_answers
 from launcher.doctor.this_host import (
     check_bytecode,
     check_driver,
@@ -27,14 +31,15 @@ from launcher.doctor.this_host import (
     check_packages,
     check_port,
 )
-from launcher.module import become_module
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
-from launcher.targets.local import Command, write_environment
-from launcher.targets.slurm import read_allocation
+from launcher.targets.hostfile import SSH, check_reachable
+from launcher.targets.local import Command, exported_variables, write_environment
+from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
+from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
@@ -46,6 +51,10 @@ LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+# srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.
+PIECE = 400
+_PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
+HOST_PATIENCE_S = 300.0
 
 
 def doctor(
@@ -60,12 +69,9 @@ def doctor(
     master_addr: Annotated[str | None, typer.Option(help="Address for the ranks to meet at.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    patches: Annotated[bool, typer.Option("--patches", help="List the patches to libraries, with reasons.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
     """Check everything that a run needs; exit with 1 and a fix if something will fail."""
-    if patches:
-        become_module("trainer.patches.register", ["--json"] * as_json)
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -202,3 +208,87 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
         table.add_row("[green]OK[/]", escape(host), f"{count} checks passed")
     console.print(table)
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
+
+
+def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
+    """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        yield from pool.map(_check_host, hosts)
+
+
+def _check_host(host: str) -> Check:
+    try:
+        check_reachable([host], Path.cwd())
+    except UserError as error:
+        problem = str(error).partition(f"{host}: ")[2]
+        return Check("ssh", "FAIL", problem, f"`ssh {host} hostname` must work without a password", host)
+    return Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
+
+
+def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
+    """Run the doctor on each of these hosts except this one, and return its checks."""
+    variables = exported_variables(os.environ)
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda host: _run_elsewhere([*SSH, host, line]), hosts))
+    checks: list[Check] = []
+    for host, done in zip(hosts, answers, strict=True):
+        fix = "run `zerolora doctor` there"
+        failed = Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", fix, host)
+        checks += parse_answers(done.stdout) or [failed]
+    return [check for check in checks if check.host != host_name()]
+
+
+def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
+    """Run the doctor on every node of an allocation except this one, and return its checks."""
+    count = len(allocation.nodes)
+    srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
+    done = _run_elsewhere([*srun, f"--nodelist={','.join(allocation.nodes)}", *_local_doctor_command(arguments)])
+    checks = parse_answers(done.stdout)
+    silent = set(allocation.nodes) - {check.host for check in checks}
+    checks += [Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "sinfo -R", node) for node in silent]
+    return [check for check in checks if check.host != host_name()]
+
+
+def _local_doctor_command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
+
+
+def format_answers(host: str, checks: Sequence[Check]) -> Iterator[str]:
+    """Encode checks as short lines, which arrive whole among the output of other hosts."""
+    text = base64.b64encode(json.dumps([asdict(check) for check in checks]).encode()).decode()
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    for number, piece in enumerate(pieces):
+        yield f"{MARK}{host} {number} {len(pieces)} {piece}"
+
+
+def parse_answers(printed: str) -> list[Check]:
+    """Return the checks that doctors on other hosts printed, without hosts with missing or damaged lines."""
+    pieces: dict[tuple[str, int], dict[int, str]] = {}
+    for host, number, count, piece in _PIECE.findall(printed):
+        pieces.setdefault((host, int(count)), {})[int(number)] = piece
+    checks: list[Check] = []
+    for (host, count), found in pieces.items():
+        with suppress(ValueError, UnreadableFile):
+            text = (
+                base64.b64decode("".join(found[number] for number in sorted(found))) if len(found) == count else b"[]"
+            )
+            checks += [replace(check, host=host) for check in parse_json(text, Path(host), list[Check])]
+    return checks
+
+
+def _run_elsewhere(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=HOST_PATIENCE_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no answer within {HOST_PATIENCE_S:g} s")
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    said = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1][:300]

@@ -1,13 +1,20 @@
 """Axolotl's YAML: our settings for its keys, and its defaults where they differ from ours."""
 
 import re
+from typing import Any
 
 from launcher.importing import common
-from launcher.importing.axolotl_sources import set_data
-from launcher.importing.translation import Foreign, Translation, load_table, read_tables, split_names
+from launcher.importing.translation import UNSET, Foreign, Translation, load_table, read_tables, split_names
+from trainer.config.data_sections import SourceSection
 
 KEYS = load_table("axolotl")
 PLUGINS_REFUSED: dict[str, str] = read_tables()["axolotl_plugins"]
+_TABLE = read_tables()["axolotl_sources"]
+FIELDS, QUESTIONS, REFUSED = (_TABLE[name] for name in ("fields", "questions", "refused"))
+PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
+    _TABLE[name].split() for name in ("pair_fields", "dropped", "elsewhere", "none")
+)
+END_OF_TURN = "the token that ends a trained turn is trained on, and no other"
 
 
 def translate(foreign: Foreign) -> Translation:
@@ -107,3 +114,163 @@ def set_saves_and_evaluations(t: Translation) -> None:
     if t.get("wandb_project") and t.get("use_wandb") is not False:
         t.put("logging.report_to", ["wandb"], "wandb_project", "use_wandb")
         t.put("logging.project", t.get("wandb_project"), "wandb_project")
+
+
+def set_data(t: Translation) -> None:
+    """Set the sources, the sequence length, packing and the held-out data."""
+    refuse_vision(t)
+    streamed = t.get("pretraining_dataset")
+    if streamed:
+        (at, entry), *others = list_entries(t, "pretraining_dataset")
+        if others:
+            t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
+        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
+    else:
+        t.require("datasets", common.NO_DATA)
+        t.put_sources([read_source(t, entry, at) for at, entry in list_entries(t, "datasets")], "datasets")
+    if t.get("streaming", bool(streamed)):
+        t.put("dataset.streaming", True, "streaming", "pretraining_dataset")
+    if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
+        if len(held_out) > 1:
+            t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+        t.put("dataset.evaluation", held_out[0], "test_datasets")
+        t.drop("dataset.val_split")
+    elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
+        t.drop("dataset.val_split")
+        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
+    if streamed and not t.get("excess_length_strategy"):
+        t.drop("dataset.too_long")
+    set_chat_template(t)
+    set_roles(t)
+
+
+def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict[str, Any]]]:
+    """Return the sources of a key, each with its name in messages."""
+    value = t.get(name)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    named = ((f"{name}.{index}", entry) for index, entry in enumerate(listed))
+    return [(at, {"path": entry} if isinstance(entry, str) else entry) for at, entry in named]
+
+
+def refuse_vision(t: Translation) -> None:
+    """Report an error for images and sound."""
+    paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
+    if t.get("processor_type") and t.get("skip_prepare_dataset"):
+        t.refuse("processor_type", common.VISION)
+    elif re.search(r"(?<![a-z])(llava|images?|vision|audio|vqa|librispeech)(?![a-z])", paths):
+        t.refuse("datasets", common.VISION)
+
+
+def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
+    """Return the settings of one source."""
+    if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
+        entry = {key: value for key, value in entry.items() if key != "message_field_training"}
+    if not entry.get("path"):
+        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or the name of a data set on the hub")
+    for key in REFUSED.keys() & entry.keys():
+        t.report(f"{at}.{key}", entry[key], REFUSED[key])
+    if dropped := [key for key in DROPPED if key in entry]:
+        t.leave_out(at, f"{', '.join(dropped)}: records are read as they are")
+    for key in ("train_on_eos", "train_on_eot"):
+        if entry.get(key, "turn") != "turn":
+            t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
+    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry]
+    kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
+    ours = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{at}.type")
+    turns = entry.get("message_property_mappings", {})
+    fields = {name: entry[key] for key, name in FIELDS.items() if key in entry}
+    fields |= {name: turns[name] for name in ("role", "content") if turns.get(name, name) != name}
+    fields |= ours.pop("fields", {}) | entry.get("fields", {})
+    ours |= {"fields": fields} if fields else {}
+    known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
+    for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
+        t.leave_out(at, f"{key} of a source: no counterpart here")
+    settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
+    return {key: settings[key] for key in SourceSection.model_fields if key in settings}
+
+
+def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
+    """Return the settings that the `type` of a source stands for."""
+    if isinstance(kind, dict):
+        return read_prompt(t, kind, at)
+    word, _, style = str(kind or "").partition(":")
+    base, _, variant = word.partition(".")
+    if base == "chat_template" and (style or variant in ("", "default", "argilla", "argilla_chat")):
+        return {"format": "messages"}
+    if base in ("sharegpt", "completion", "pretrain"):
+        return {"format": "sharegpt" if base == "sharegpt" else "completion"}
+    if word == "alpaca" and (style or "instruct") in common.STYLES:
+        with_input, without = common.alpaca(style or "instruct")
+        fields = {"completion": "output"}
+        return {"format": "custom", "template": with_input, "template_without_input": without, "fields": fields}
+    if kind is None:
+        problem = "missing; tokenised sources are not supported: give the type of their texts"
+    else:
+        problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
+    t.report(at, UNSET if kind is None else kind, problem)
+    return {}
+
+
+def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
+    """Return the format and fields of a source of preference pairs or labelled answers; `rl` is the method."""
+    kind = entry.get("type")
+    style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
+    given = {**entry, **(kind if isinstance(kind, dict) else {})}
+    fields = {name.removeprefix("field_"): given[name] for name in PAIR_FIELDS if name in given}
+    is_kto = rl.lower() == "kto"
+    if is_kto and style == "argilla_chat":
+        fields["messages"] = "completion"  # question and answer as turns
+    elif style in QUESTIONS or rl == "reward":
+        fields["instruction"] = QUESTIONS.get(style, "input")
+    return {"format": "unpaired" if is_kto else "preference", "fields": fields}
+
+
+def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:
+    """Return the settings of a custom prompt, with our names for its fields."""
+    names = {mark: kind.get(f"field_{mark}", mark) for mark in ("instruction", "input", "output", "system")}
+    head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
+    head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
+    if "field_system" in kind and "system_prompt" not in kind:
+        t.leave_out(at, "field_system: one system text per record; put {its field} into template")
+    with_input = head + kind.get("format", "{instruction} {input} ")
+    without = head + kind.get("no_input_format", "{instruction} ")
+    fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}
+    fields = {mark: field for mark, field in fields.items() if f"{{{mark}}}" in with_input + without}
+    ours: dict[str, Any] = {"format": "custom", "template": with_input}
+    if "{input}" in with_input:
+        ours["template_without_input"] = without
+    return ours | {"fields": fields | {"completion": names["output"]}}
+
+
+def read_shared(t: Translation, name: str) -> tuple[Any, str]:
+    """Return the value of a key that all sources share here, of the file or of its sources, and where it is from."""
+    if t.get(name):
+        return t.get(name), name
+    found = [entry[name] for _, entry in list_entries(t) if name in entry]
+    if any(value != found[0] for value in found):
+        t.refuse("datasets", f"different {name}: all sources share one")
+    return found[0] if found else None, "datasets"
+
+
+def set_chat_template(t: Translation) -> None:
+    """Set the chat template, which all sources share."""
+    common.set_thinking(t)
+    (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
+    is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
+    if jinja:
+        t.put("dataset.chat_template", jinja, at_jinja)
+    elif is_used and name in common.CHAT_TEMPLATES:
+        t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
+    elif is_used and name not in (None, "tokenizer_default"):
+        t.note(at, f"{name}: {common.OWN_TEMPLATE}")
+
+
+def set_roles(t: Translation) -> None:
+    """Set the roles to train on, which all sources share."""
+    roles, at = read_shared(t, "roles_to_train")
+    if roles and not t.get("train_on_inputs"):
+        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
+        t.put("dataset.train_on", list(ours), at)
+    for name in ("train_on_eos", "train_on_eot"):
+        if t.get(name, "turn") != "turn":
+            t.note(name, f"{t.get(name)}: {END_OF_TURN}")

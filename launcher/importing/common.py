@@ -129,7 +129,7 @@ def set_experts(t: Translation) -> None:
         t.put("lora.experts", False)
 
 
-def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None, *more: str) -> None:
+def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None) -> None:
     """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
     steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
@@ -149,7 +149,7 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
             t.leave_out(name, f"the length of a stream is not known; set training.{kind}_steps")
     elif chosen:
         ours = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
-        t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]), *more)
+        t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]))
 
 
 def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluations: Interval | None) -> None:

@@ -1,24 +1,24 @@
 """LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
 from launcher.importing.translation import Foreign, Translation, load_table, read_kind, read_tables, split_names
+from trainer.config import UserError
 
-KEYS, KEYS_V1 = load_table("llamafactory"), load_table("llamafactory_v1")
+KEYS = load_table("llamafactory")
 _TABLES = read_tables()
-TURNS, ROLES, CONVERTERS = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles", "converters"))
-ENTRY, ENTRY_V1 = (read_kind(_TABLES["types"][f"{name}_source"]) for name in ("llamafactory", "llamafactory_v1"))
-"""An entry of dataset_info.json, and of the YAML that `train_dataset` names in the second layout (`USE_V1`)."""
+TURNS, ROLES = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles"))
+ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
+"""An entry of dataset_info.json."""
 
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        return translate_v1(foreign)
+        raise UserError(f"{foreign.label}: the layout of USE_V1 is not read; write the settings in the usual layout")
     t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -181,60 +181,3 @@ def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict
     roles = {ours: [tags[tag]] for ours, (tag, *known) in ROLES.items() if tags.get(tag, ours).lower() not in known}
     fields = {key: name for key, name in names.items() if name != key}
     return {"format": form, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}
-
-
-def translate_v1(foreign: Foreign) -> Translation:
-    """Return our settings for a configuration in the second layout."""
-    t = Translation(foreign, KEYS_V1)
-    common.name_model(t, "model")
-    common.set_bits(t, "quant_config.quantization_bit")
-    common.set_experts(t)
-    t.require("train_dataset", common.NO_DATA)
-    t.put_sources(read_sources_v1(t, "train_dataset"), "train_dataset")
-    if held_out := read_sources_v1(t, "eval_dataset"):
-        t.put("dataset.evaluation", held_out[0], "eval_dataset")
-    if (strategy := t.get("batching_strategy", "normal")) != "normal":
-        t.put("dataset.packing", True, "batching_strategy")
-        t.note("batching_strategy", f"{strategy}: documents are packed to the length of a sequence")
-    t.put("training.lr_scheduler", "constant")
-    common.set_warmup(t, default=0)
-    if common.OPTIMIZERS.get(t.get("optim_config.name", "adamw").lower()) != "adamw":
-        t.refuse("optim_config.name", common.REASONS["only_adamw"])
-    common.set_precision(t, "bf16")
-    epochs = t.get("save_epochs", 0)
-    common.set_interval(t, "save", ("s_per_epoch", round(1 / epochs, 6)) if epochs > 0 else ("steps", 0), "save_epochs")
-    kind, path = t.get("dist_config.name", ""), t.get("dist_config.config_file")
-    if kind == "deepspeed" and path is not None:
-        common.set_partition(t, "dist_config.config_file", path)
-    elif kind.startswith("fsdp"):
-        common.set_fsdp(t, "dist_config.name", {})
-    return t
-
-
-def read_sources_v1(t: Translation, name: str) -> list[dict[str, Any]]:
-    """Return the sources that a key names: a file of records, a data set of the hub, or a YAML that lists several."""
-    value = t.get(name)
-    if value is None:
-        return []
-    file = t.foreign.find(value)
-    if not value.endswith((".yaml", ".yml")):
-        return [{"path": str(file or value)}]
-    if file is None:
-        t.refuse(name, "no such file next to this file or above it; it lists the data sets")
-        return []
-    sources = []
-    for entry in (common.read_file(t, name, value, {"*": ENTRY_V1}) or {}).values():
-        kind, path = entry.get("converter"), entry.get("path")
-        if path is None or kind not in (None, *CONVERTERS):
-            unknown = f"{file}: an entry has no path, or the unknown converter {kind}"
-            t.refuse(name, common.REASONS["preferences"] if kind == "pair" else unknown)
-        elif entry.get("source") == "local":
-            path = next((at for folder in file.parents if os.path.exists(at := f"{folder}/{path}")), path)
-        ours = {
-            "path": path,
-            "split": entry.get("split"),
-            "format": CONVERTERS.get(kind),
-            "max_samples": entry.get("size"),
-        }
-        sources.append({key: value for key, value in ours.items() if value is not None})
-    return sources

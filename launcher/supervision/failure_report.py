@@ -2,13 +2,14 @@
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.supervision.terminal import say
 from trainer.config import UserError
-from trainer.contract.heartbeat import Hang, Heartbeat, read_heartbeats
+from trainer.contract.heartbeat import STACK_MARK, Hang, Heartbeat, read_heartbeats
+from trainer.contract.rank_errors import RankError, read_errors
 from trainer.contract.rendezvous import host_name
 
 TRACEBACK_LINES = 12
@@ -18,23 +19,18 @@ LINE_WIDTH = 300
 TOGETHER_S = 0.5
 LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
-_STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch prefixes each line of a traceback with this once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors caused by another rank, which died, failed to write its checkpoint shard, or had a NaN.
-_CONSEQUENCE = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b|"
-    r"rank \d+ could not write \.writing-checkpoint|\d+( other ranks)? had a loss that is not finite",
-    re.I,
+# Errors of torch, NCCL and gloo that a rank gets because another one has died.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
 # Signals that end a process. Exit codes that would mean any other signal are srun's own.
 _FATAL_SIGNALS = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
-# User errors in a rank's log, or in the launcher's log, where pdsh prefixes the host; consecutive ones go together.
-_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
     signal.SIGABRT: "native code gave up; its reason is at the end of the log",
@@ -84,16 +80,15 @@ class Failure:
 
     def report(self) -> Fault:
         """Print why the run failed on stderr: one line for a user error, about 15 for anything else."""
-        beats = read_heartbeats(self.logs)
+        beats, errors = read_heartbeats(self.logs), read_errors(self.logs)
         texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
-        if self.code == UserError.exit_code:
-            logs = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
-            user_errors = [mistakes[-1] for text in logs if (mistakes := _MISTAKE.findall(text))]
-            if user_errors:
-                say(user_errors[0])
-                return Fault(self.code, user_errors[0], is_user_error=True)
-        rank = self._find_root_rank(texts)
-        if rank is None or not (_was_killed(self.deaths[rank]) or _has_own_error(texts[rank])):
+        mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
+        if self.code == UserError.exit_code and mistakes:
+            say(reason := f"error: {mistakes[0].text}")
+            return Fault(self.code, reason, is_user_error=True)
+        guilty = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
+        rank = self._find_root_rank(guilty)
+        if rank is None or not (_was_killed(self.deaths[rank]) or rank in guilty):
             if self.lost:
                 return self._report_lost(beats)
             rank = None if self.launcher_failed else rank
@@ -117,8 +112,7 @@ class Failure:
         for line in excerpt:
             say(f"  {line}")
         say(f"full log: {log}")
-        last_line = text.rstrip().rpartition("\n")[2]
-        return Fault(status, reason, rank, is_user_error=last_line.startswith("error: "))
+        return Fault(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
 
     def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
         host, words = next(iter(self.lost.items()))
@@ -129,8 +123,8 @@ class Failure:
         say(f"full log: {self.logs / 'launcher.log'}")
         return Fault(1, reason, there[0] if there else None)
 
-    def _find_root_rank(self, texts: Mapping[int, str]) -> int | None:
-        """Return the rank to blame: the first one killed, else one with an error of its own, else the first to end."""
+    def _find_root_rank(self, guilty: Set[int]) -> int | None:
+        """Return the rank to blame: the first one killed, else a guilty one, else the first to end."""
         if not self.deaths:
             return None
         first = min(death.when for death in self.deaths.values())
@@ -138,7 +132,7 @@ class Failure:
         def order(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
             killed = _was_killed(death) and death.when - first < TOGETHER_S
-            return not killed, death.killed_by_launcher or not _has_own_error(texts[rank]), death.when
+            return not killed, death.killed_by_launcher or rank not in guilty, death.when
 
         return min(self.deaths, key=order)
 
@@ -197,7 +191,7 @@ def describe_status(status: int) -> str:
 def last_stack(text: str) -> list[str]:
     """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty if none."""
     lines = text.splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith(_STACK_MARK)]
+    starts = [index for index, line in enumerate(lines) if line.startswith(STACK_MARK)]
     if not starts:
         return []
     frames = []
@@ -252,9 +246,11 @@ def tail(text: str) -> list[str]:
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
 
 
-def _has_own_error(text: str) -> bool:
-    """Return whether a rank's log ends in an error of its own, not in one caused by another rank."""
-    return _TRACEBACK in text and not _CONSEQUENCE.search("\n".join(last_traceback(text)[-4:]))
+def _has_own_error(text: str, error: RankError | None) -> bool:
+    """Return whether a rank failed by itself, as it or else its log says, not because of another rank."""
+    if error is not None and error.is_consequence:
+        return False
+    return _TRACEBACK in text and not _LOST_PEER.search("\n".join(last_traceback(text)[-4:]))
 
 
 def _new_text(log: Path, old_sizes: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
-from trainer.joint_run import JointRun
+from trainer.entry.joint_run import JointRun
 from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config import ScuSection, TrainingSection, ZeroSection
 from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
 from trainer.parallel.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
-from trainer.patches.update_guard import gradient_norm
+from trainer.patches.deepspeed_workarounds import gradient_norm
 from trainer.scu import law as scu
 from trainer.scu.controller import ScuFault, Steering
 

@@ -213,8 +213,8 @@ def test_what_is_exported_for_kohya_draws_the_same(runs: Matrix, name: str, tmp_
     from PIL import Image
 
     from trainer.checkpoint.finished_run import find_run
+    from trainer.commands.adapter_kinds import KOHYA
     from trainer.commands.export.__main__ import export
-    from trainer.commands.image_adapter import KOHYA
 
     run = find_run(runs[name].folder)
     pipeline = _pipeline(Path(run.config.base_model))
@@ -227,7 +227,7 @@ def test_what_is_exported_for_kohya_draws_the_same(runs: Matrix, name: str, tmp_
 def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, name: str, tmp_path: Path) -> None:
     """After training on 4 bits the adapter is added to the whole weights."""
     from trainer.checkpoint.finished_run import find_run
-    from trainer.commands.image_adapter import merge_images
+    from trainer.commands.adapter_kinds import merge_images
 
     run = find_run(runs[name].folder)
     merged = _drawn(_pipeline(merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)))

@@ -14,7 +14,7 @@ from tests.mixtures import make_mixture
 from tests.plain_peft import plain_losses
 from tests.tiny import make_model, make_tokenizer
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, RunConfig
 from trainer.model.base import load_base_model
 

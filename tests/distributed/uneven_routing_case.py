@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.monitor.expert_load import ExpertLoad
+from trainer.monitor.hooks import ExpertLoad
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit
 

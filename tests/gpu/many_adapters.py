@@ -72,7 +72,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     from tests.engine import one_rank
     from trainer.config import load_config
-    from trainer.joint_run import JointRun
+    from trainer.entry.joint_run import JointRun
     from trainer.parallel.ranks.group import Ranks
     from trainer.parallel.ranks.signals import StopRequest
     from trainer.run import Run

@@ -112,11 +112,10 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     import yaml
     from rich.console import Console
 
+    from benchmarks.compare.measured_run import MeasuredRun
     from trainer.config import load_config
-    from trainer.evaluation import Measurement
     from trainer.parallel.ranks.group import Ranks
     from trainer.parallel.ranks.signals import StopRequest
-    from trainer.run import Run
     from trainer.setup.preflight import prepare
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
@@ -148,9 +147,9 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     loaded = load_config(file, arguments.overrides)
     with (arguments.worker / f"{name}-{ranks.rank}.txt").open("w") as console:
         # Without checkpoints and a report, which cost time and no memory on the card; nothing is held out here.
-        measured = Measurement(evaluate=lambda _: (0.0, 0), at_the_end=lambda _: None)
         prepared = prepare(loaded.config)
-        run = Run(loaded, prepared, ranks, Console(file=console), StopRequest(), measurement=measured)
+        run = MeasuredRun(loaded, prepared, ranks, Console(file=console), StopRequest())
+        run.measure(evaluate=lambda _: 0.0, at_the_end=lambda _: None)
         run.train()
     found = run.memory.found
     assert found is not None, run.memory.notes

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
-from trainer.joint_run import JointRun
+from trainer.entry.joint_run import JointRun
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 
 EXACT = 1e-6

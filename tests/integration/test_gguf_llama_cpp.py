@@ -17,7 +17,7 @@ from tests.unit.test_gguf import LLAMA3, MODELS, byte_level, make_saved, sentenc
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export, main
 from trainer.commands.export.gguf import write_gguf
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp from the wheel xllamacpp, of the extra dev")
 

@@ -23,7 +23,7 @@ from tests.tiny import make_tokenizer, record_base
 from trainer.checkpoint.finished_run import find_run
 from trainer.checkpoint.weights import save_initial_adapter
 from trainer.commands.export.__main__ import export
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, RunConfig, UserError
 from trainer.model.adapter import apply_adapter, changes_base_weights
 from trainer.model.base import load_tokenizer

@@ -13,7 +13,7 @@ from tests.plain_peft import plain_losses
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.model.adapter import apply_adapter, check_added_tokens, token_layers
 from trainer.model.base import empty_model

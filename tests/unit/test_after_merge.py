@@ -14,9 +14,10 @@ from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.__main__ import export
-from trainer.commands.merge import check_saved, main, merge
+from trainer.commands.merge import main
+from trainer.commands.merged_model import check_saved, merge
 from trainer.config import UserError
-from trainer.model.adapter_scale import parse_scale
+from trainer.model.saved_adapter import parse_scale
 
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

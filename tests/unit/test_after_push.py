@@ -20,7 +20,8 @@ from trainer.commands import push
 from trainer.commands.push import read_records, stage
 from trainer.config import LoraSection
 from trainer.config.files import read_json
-from trainer.monitor.report.model_card import OURS, PEFT_PLACEHOLDER, model_card, public_name
+from trainer.monitor.report.model_card import OURS, PEFT_PLACEHOLDER, public_name
+from trainer.tasks.language import LanguageTask
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_ThisIsNobodysToken1234567890abcd"
@@ -41,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def card_of(run: FinishedRun) -> str:
-    return model_card(run.config, run.run_dir, read_records(run), name="me/tiny")
+    return LanguageTask.card(run.config, run.run_dir, read_records(run), "me/tiny")
 
 
 def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_the_code_of_a_local_card_loads_the_adapter(run_dir: Path, monkeypatch: 
     else:
         monkeypatch.chdir(run_dir.parent)
     config = find_run(run_dir).config.model_copy(update={"lora": LoraSection(dora=True)})
-    card = model_card(config, run_dir, [], name=str(run_dir))
+    card = LanguageTask.card(config, run_dir, [], str(run_dir))
     assert "DoRA" in card and "magnitudes" in card and str(run_dir.parent) not in card
     found: dict[str, Any] = {}
     exec(card.partition("```python\n")[2].partition("```")[0], found)
@@ -213,7 +214,7 @@ def hub() -> Iterator[Hub]:
 def push_to(endpoint: str, run_dir: Path, *options: str, offline: bool = False) -> "subprocess.CompletedProcess[str]":
     environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1" if offline else "0"}
-    command = [sys.executable, "-m", "trainer.commands.push", str(run_dir), "me/tiny", *options]
+    command = [sys.executable, "-m", "launcher.module", "trainer.commands.push", str(run_dir), "me/tiny", *options]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.attempts import Attempts
 from launcher.commands import main as zerolora
-from launcher.doctor.other_hosts import format_answers, parse_answers
+from launcher.doctor.command import format_answers, parse_answers
 from launcher.job_starts import build_resume_settings
+from launcher.start import Attempts
 from launcher.status import describe_run
 from launcher.supervision.observer import name_hosts
 from launcher.supervision.remote import SrunReach, SshReach
@@ -29,6 +29,7 @@ from launcher.targets.hostfile import read_hostfile
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
+from trainer.checkpoint.output_folder import check_early
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
@@ -37,10 +38,9 @@ from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import find_sample_images
 from trainer.monitor.report.write import write_report
-from trainer.setup.early_checks import check_early
+from trainer.tasks.language import LanguageTask
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x1b[2J"
 BEAT: dict[str, Any] = {
@@ -185,7 +185,7 @@ def read_everything(run: Path, name: str) -> None:
     if not name.startswith("logs/") or name == "logs/restarts.json":
         readers += [
             lambda: write_report(run),
-            lambda: model_card(config, run, [RECORD], name="n"),
+            lambda: LanguageTask.card(config, run, [RECORD], "n"),
             lambda: find_sample_images(run),
         ]
     for reader in readers:

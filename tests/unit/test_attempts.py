@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from launcher import attempts as launcher_attempts
 from launcher import rank_slots
-from launcher.attempts import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
+from launcher import start as launcher_start
 from launcher.plan import Request
 from launcher.rank_slots import RankSlots
+from launcher.start import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
 from launcher.supervision.remote import SrunReach
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation
@@ -52,7 +52,9 @@ class Machine:
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
         build = partial(local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
         places = RankSlots(Request(launcher="local"), self.folder / "logs", build)
-        return Attempts([str(self.folder)], load_config(config), (build, None), places, None).train()
+        loaded = load_config(config).config
+        run_dir = Path(loaded.output_dir)
+        return Attempts([str(self.folder)], loaded.training, run_dir, (build, None), places, None).train()
 
     def gpus(self, number: int) -> list[str]:
         """Those of one start, in the order of its ranks."""
@@ -132,7 +134,7 @@ def test_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that SLURM queues again is not restarted here, unless it is asked for."""
     in_job = SrunReach(Allocation(7, ("n1", "n2"), 2))
     for is_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
-        monkeypatch.setattr(launcher_attempts, "is_requeued", lambda job, found=is_requeued: found)
+        monkeypatch.setattr(launcher_start, "is_requeued", lambda job, found=is_requeued: found)
         assert resolve_max_restarts(None, in_job) == most
         assert resolve_max_restarts(5, in_job) == 5
     assert resolve_max_restarts(None, None) == DEFAULT_RESTARTS

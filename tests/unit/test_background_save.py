@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
-from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors

@@ -244,9 +244,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
     "x" * 300: ("a name of 300 bytes; at most 255 are allowed",),
-    "nobody/nothing": (
-        "not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `zerolora download",
-    ),
+    "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
     "parent": ("the folder has no config.json, but its subfolder m does; use parent/m",),
     "adapter": ("the folder holds an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
 }

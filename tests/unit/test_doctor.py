@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run, show
-from launcher.doctor.other_hosts import format_answers, parse_answers
+from launcher.doctor.command import _run, format_answers, parse_answers, show
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -132,7 +131,7 @@ def test_a_model_with_a_missing_shard_or_without_data_fails(tmp_path: Path) -> N
 def test_an_unavailable_model_fails(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("{}\n")
     (check,) = check_inputs(config(tmp_path, base_model="nobody/has-this"))
-    assert check.state == "FAIL" and "nobody/has-this" in check.found and "zerolora download" in check.fix
+    assert check.state == "FAIL" and "nobody/has-this" in check.found and "hf download" in check.fix
 
 
 def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 ZEROLORA = [sys.executable, "-m", "launcher.cli"]
 MODULE = [sys.executable, "-m", "launcher.module", "victim"]
+MAIN = "\ndef main(): pass\n"
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1"}
 CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 # What transformers does with an interrupt in the middle of an import; the worker inherits its parent's handlers.
@@ -41,7 +42,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "victim.py").write_text(VICTIM)
+    (tmp_path / "victim.py").write_text(VICTIM + MAIN)
     (tmp_path / "c.yaml").write_text(CONFIG)
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     return tmp_path
@@ -160,7 +161,7 @@ def test_a_missing_configuration_is_reported_before_torch_is_imported(folder: Pa
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_a_terminal_shows_what_is_done_until_something_is_printed(folder: Path, on_terminal: bool) -> None:
     """One line, which is then cleared; nothing of it appears in a pipe."""
-    (folder / "victim.py").write_text("print('a result')")
+    (folder / "victim.py").write_text("print('a result')" + MAIN)
     main_fd, side_fd = pty.openpty()
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "TERM": "xterm"}
     with subprocess.Popen(
@@ -197,7 +198,7 @@ def test_an_output_that_is_full_is_one_line_and_1(folder: Path, command: str) ->
 
 
 def test_a_closed_pipe_is_not_reported_as_an_error(folder: Path) -> None:
-    (folder / "victim.py").write_text("for _ in range(10**6): print('line')")
+    (folder / "victim.py").write_text("for _ in range(10**6): print('line')" + MAIN)
     line = f"{' '.join(MODULE)} | head -1; echo ${{PIPESTATUS[0]}}"
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
     done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
@@ -205,7 +206,7 @@ def test_a_closed_pipe_is_not_reported_as_an_error(folder: Path) -> None:
 
 
 def test_a_closed_stdout_of_a_module_is_one_line_too(folder: Path) -> None:
-    (folder / "victim.py").write_text("print('x' * 100_000)")
+    (folder / "victim.py").write_text("print('x' * 100_000)" + MAIN)
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
     with open("/dev/full", "wb") as full:
         done = subprocess.run(MODULE, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -214,7 +215,7 @@ def test_a_closed_stdout_of_a_module_is_one_line_too(folder: Path) -> None:
 
 def test_libraries_print_no_banners(folder: Path) -> None:
     """DeepSpeed warns on stdout that it finds no GPU."""
-    (folder / "victim.py").write_text("from deepspeed.accelerator import get_accelerator; get_accelerator()")
+    (folder / "victim.py").write_text("from deepspeed.accelerator import get_accelerator; get_accelerator()" + MAIN)
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "DS_ACCELERATOR"}
     environment |= {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
     done = subprocess.run(MODULE, env=environment, capture_output=True, text=True)
@@ -222,7 +223,7 @@ def test_libraries_print_no_banners(folder: Path) -> None:
 
 
 def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
-    (folder / "victim.py").write_text("raise ValueError('a bug')")
+    (folder / "victim.py").write_text("raise ValueError('a bug')" + MAIN)
     done = subprocess.run(
         MODULE, env=ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True
     )
@@ -233,7 +234,7 @@ def test_an_unreadable_folder_is_one_line(folder: Path) -> None:
     """For any command that accesses a file there; root drops to the user nobody first."""
     (folder / "closed").mkdir(mode=0)
     victim = "import os, pathlib\nos.getuid() or os.setuid(65534)\npathlib.Path('closed/run.json').is_file()\n"
-    (folder / "victim.py").write_text(victim)
+    (folder / "victim.py").write_text(victim + MAIN)
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
     done = subprocess.run(MODULE, cwd=folder, env=environment, capture_output=True, text=True)
     complaint = "error: closed/run.json: Permission denied; fix its permissions\n"

@@ -9,7 +9,7 @@ import torch
 from tests.unit.test_experts import LORA, base_of, trained
 from trainer.config import LoraSection
 from trainer.model.adapter import apply_adapter
-from trainer.monitor.expert_load import ExpertLoad
+from trainer.monitor.hooks import ExpertLoad
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 
 

@@ -14,7 +14,7 @@ from tests.tiny import make_tokenizer, record_base
 from tests.unit.test_experts import base_of, saved
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import RunConfig, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer

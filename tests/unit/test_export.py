@@ -16,7 +16,7 @@ from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.commands.export.__main__ import main
 from trainer.commands.export.ollama import chat_parts, modelfile
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 
 
 @pytest.fixture(scope="module")

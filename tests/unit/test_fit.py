@@ -9,8 +9,7 @@ import pytest
 from tests.unit.test_divergence import CPU, Loop, engine_of, reference
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.divergence import Divergence
-from trainer.scu.fit import Fit, choose_held_out, fit
-from trainer.scu.steering import fit_to_target
+from trainer.scu.steering import Fit, choose_held_out, fit, fit_to_target
 
 
 def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:

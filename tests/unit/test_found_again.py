@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.mixtures import EXPERTS, GROUPS, LATENT, MIXTURES, SMALL
 from tests.multimodal import MULTIMODAL
-from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model

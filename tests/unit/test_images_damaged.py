@@ -13,10 +13,10 @@ from tests.pipelines import make_pipeline, write_images
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
+from trainer.setup.text_run import refuse_image_settings
 from trainer.tasks.images.encoding import cut_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
-from trainer.tasks.images.prepare import refuse_image_settings
 from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, SourceImage, read_images
 
 

@@ -310,18 +310,9 @@ def test_llama_factorys_other_kinds() -> None:
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
 
-def test_llama_factorys_second_layout() -> None:
-    Path("data/mine.yaml").write_text("one: {path: data/pairs.json, source: local, converter: alpaca, size: 9}\n")
-    Path("data/pairs.json").write_text("[]")
-    text = (
-        "model: org/small\npeft_config: {name: lora, r: 4, lora_alpha: 8, target_modules: all}\n"
-        "train_dataset: data/mine.yaml\nmicro_batch_size: 1\ncutoff_len: 128\nmax_steps: 3\n"
-        "dist_config: {name: fsdp2}\ncp_size: 2\n"
-    )
-    config, _ = imported(text)
-    assert config.parallel.sequence == 2
-    assert (config.lora.r, config.training.lr_scheduler, config.training.weight_decay) == (4, "constant", 0.01)
-    assert (config.dataset.format, config.dataset.max_samples, config.zero.stage) == ("alpaca", 9, 3)
+def test_llama_factorys_second_layout_is_refused() -> None:
+    text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
+    assert "the layout of USE_V1 is not read" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:

@@ -332,7 +332,7 @@ def test_scripts_that_train_otherwise_are_refused(script: str) -> None:
         written(["python", f"examples/{script}", *TRL[1:]])
 
 
-@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.KEYS_V1, trl.KEYS])
+@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, trl.KEYS])
 def test_every_row_leads_to_a_setting(table: Table) -> None:
     assert {key.to for key in table.values()} - {""} <= set(setting_names())
 

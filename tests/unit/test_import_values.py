@@ -33,12 +33,10 @@ FACTORY = {
     "cutoff_len": 64,
     "dataset": "pairs",
 }
-SECOND_LAYOUT = {"model": "org/small", "peft_config": {"name": "lora"}, "train_dataset": "org/tales", "cutoff_len": 64}
 TRL = {"model_name_or_path": "org/small", "dataset_name": "org/tales", "use_peft": True}
 TABLES = {
     "axolotl": (AXOLOTL, axolotl.KEYS),
     "llamafactory": (FACTORY, llamafactory.KEYS),
-    "llamafactory_v1": (SECOND_LAYOUT, llamafactory.KEYS_V1),
     "trl": (TRL, trl.KEYS),
 }
 ENTRY = {"file_name": "pairs.json", "columns": {"prompt": "ask"}, "tags": {"role_tag": "role"}, "formatting": "alpaca"}

@@ -45,8 +45,9 @@ def wanted(folder: Path, **changes: Any) -> Wanted:
         "training": {"batch_size": 1, "gradient_checkpointing": "non_reentrant", "offload_activations": True},
         "ops": {"backend": "reference"},
     }
+    config = RunConfig.model_validate(settings)
     nothing = Wanted(
-        RunConfig.model_validate(settings), CPU, torch.float32, True, True, 
+        config.training, "reference", True, 32, False, CPU, torch.float32, True, True, 
         "", "norms", "reference", "", False, small_pass,
     )  # fmt: skip
     return replace(nothing, **changes)

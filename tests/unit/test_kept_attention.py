@@ -14,8 +14,7 @@ from trainer.config import LoraSection, RunConfig, TrainingSection, UserError
 from trainer.config.checks import check_combinations
 from trainer.memory.planner import Lengths, apply_changes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.kept_attention import OPERATORS, keep_attention
-from trainer.patches.recompute import enable_recomputation
+from trainer.patches.recompute import OPERATORS, enable_recomputation, keep_attention
 from trainer.patches.tiled_mlp import tile_feed_forward
 
 SMALL: dict[str, Any] = {

@@ -206,8 +206,8 @@ def test_the_first_line_does_not_wait_for_imports_of_torch(folder: Path, name: s
 
 
 def test_the_first_line_of_a_long_command_is_not_part_of_its_output(folder: Path) -> None:
-    result = zerolora("doctor", "--patches", "--json", cwd=folder)
-    assert result.stderr == "zerolora doctor ...\n" and json.loads(result.stdout)
+    result = zerolora("merge", "--help", cwd=folder)
+    assert result.stderr == "zerolora merge ...\n" and "usage" in result.stdout.lower()
     with subprocess.Popen(
         [sys.executable, "-m", "launcher.cli", "doctor"],
         cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -14,6 +14,10 @@ from launcher.supervision.failure_report import (
     last_traceback,
     log_sizes,
 )
+from trainer.checkpoint.background import SaveFailed
+from trainer.config import UserError
+from trainer.contract.heartbeat import clear_heartbeats
+from trainer.contract.rank_errors import OtherRankFailed, RankError, read_errors
 
 CHAINED = """\
 some line
@@ -110,7 +114,8 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks agree on how a checkpoint was written, and all of them raise."""
-    heard = "RuntimeError: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
+    heard = "OtherRankFailed: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
+    RankError.of(0, OtherRankFailed(heard)).write(tmp_path)
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
@@ -154,25 +159,32 @@ def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys
 
 
 def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = "error: lora.r=0: of an earlier run\n"
     for rank in range(2):
-        (tmp_path / f"rank-{rank}.log").write_text(old)
-    sizes = log_sizes(tmp_path)
-    for rank in range(2):
-        (tmp_path / f"rank-{rank}.log").write_text(f"{old}working\nerror: lora.r=-1: too small\na warning at exit\n")
-    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).report().status == 2
+        RankError.of(rank, UserError("lora.r=-1: too small")).write(tmp_path)
+        (tmp_path / f"rank-{rank}.log").write_text("error: lora.r=0: of an earlier run\n")
+    fault = Failure(tmp_path, {}, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).report()
+    assert fault.status == 2 and fault.is_user_error
     assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
+    clear_heartbeats(tmp_path)
+    assert not read_errors(tmp_path)
 
 
-@pytest.mark.parametrize("host", ["", "n2: "])
-def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str) -> None:
-    """Found before a rank has a log of its own: it goes to the launcher's."""
-    mistake = "error: n2: base_model=/local/model: no such folder"
-    text = f"{host}{mistake}\nsrun: error: n2: task 1: Exited with exit code 2\n"
-    (tmp_path / "launcher.log").write_text(text)
+def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before a rank has a log of its own."""
+    RankError(1, "n2: base_model=/local/model: no such folder", is_user_error=True).write(tmp_path)
+    (tmp_path / "launcher.log").write_text("srun: error: n2: task 1: Exited with exit code 2\n")
     (tmp_path / "rank-0.log").write_text("working\n")
     assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).report().status == 2
-    assert capsys.readouterr().err == f"{mistake}\n"
+    assert capsys.readouterr().err == "error: n2: base_model=/local/model: no such folder\n"
+
+
+def test_an_error_that_says_what_to_change_is_not_tried_again(tmp_path: Path) -> None:
+    """Exit code 1, as after a full disk; a text in the log that only looks like one is not enough."""
+    leave_beat(tmp_path, 0)
+    (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
+    assert not Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
+    RankError.of(0, SaveFailed("no room")).write(tmp_path)
+    assert Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
 
 
 def test_a_program_without_user_errors_is_reported_as_any_other(

@@ -12,7 +12,7 @@ from tests.families import tiny_family
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory.model_widths import read_shapes
 from trainer.model.adapter import adapted_layers, apply_adapter

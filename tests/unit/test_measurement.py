@@ -7,15 +7,13 @@ from tempfile import TemporaryDirectory
 import pytest
 from rich.console import Console
 
-from benchmarks.compare.measured_run import DOCUMENTS_FILE, HeldOutDocuments
+from benchmarks.compare.measured_run import DOCUMENTS_FILE, HeldOutDocuments, MeasuredRun
 from tests.engine import one_rank
 from tests.runs_in_process import make_ground, train
 from trainer.config import UserError, load_config
-from trainer.evaluation import Measurement
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.run import Run
 from trainer.setup.preflight import prepare
 
 
@@ -31,8 +29,9 @@ def test_a_measured_run_trains_as_any_other_and_writes_no_checkpoint(tmp_path: P
     with (ground / "console.txt").open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
         console = Console(file=file, width=200)
         ranks, stop = Ranks(0, 1, 0), StopRequest()
-        measurement = Measurement(documents.evaluate, documents.measure_scales)
-        Run(loaded, prepared, ranks, console, stop, measurement=measurement).train()
+        run = MeasuredRun(loaded, prepared, ranks, console, stop)
+        run.measure(documents.evaluate, documents.measure_scales)
+        run.train()
     documents.write(ground / "measured")
 
     found = json.loads((ground / "measured" / DOCUMENTS_FILE).read_text())

@@ -12,7 +12,7 @@ from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.tiny import make_tokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import ModelSection
 from trainer.model import mxfp4
 from trainer.model.base import check_weights, load_base_model, load_model_config
@@ -70,7 +70,7 @@ def test_what_an_adapter_added_to_experts_is_rounded_and_the_loss_is_said(
         wanted.append(weight.data.clone())
         return stored_layout(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer.commands.merge.stored_layout", changed)
+    monkeypatch.setattr("trainer.commands.merged_model.stored_layout", changed)
     output = merge(find_run(run_dir), tmp_path / "merged")
     stored = load_file(output / "model.safetensors")
     written = mxfp4.dequantized(stored[f"{DOWN}_blocks"], stored[f"{DOWN}_scales"], torch.float32)

@@ -58,7 +58,7 @@ def refusal(settings: RunConfig) -> str:
 
 def a_run(folder: Path, *names: str) -> Path:
     """What a run leaves: its record, and files that it wrote."""
-    write_run_record(folder, config(str(folder)), 1, "cpu", "fp32")
+    write_run_record(folder, config(str(folder)).model_dump_json(), 1, "cpu", "fp32")
     write_json(folder / "run.json", read_record(folder) | {"checksums": dict.fromkeys(names, "")})
     for name in (*names, "metrics.jsonl", "samples/00-after.png", "logs/rank-0.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ from trainer.checkpoint.run_record import write_run_record
 from trainer.config import RunConfig
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-write_run_record(Path("out"), RunConfig.model_validate_json({settings.model_dump_json()!r}), 1, "cpu", "fp32")
+write_run_record(Path("out"), {settings.model_dump_json()!r}, 1, "cpu", "fp32")
 """
     folder.mkdir()
     done = subprocess.run(
@@ -254,7 +254,7 @@ def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
 
 def test_a_run_killed_at_its_start_can_be_started_again(place: Path) -> None:
     run = place / "out"
-    write_run_record(run, config(), 1, "cpu", "fp32")
+    write_run_record(run, config().model_dump_json(), 1, "cpu", "fp32")
     (run / "run.json").unlink()
     assert holds_run(run)
     clear_folder(run, True)

@@ -18,7 +18,7 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands.merge import main as merge_main
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory.decisions import Machine, decide
 from trainer.memory.model_widths import read_shapes

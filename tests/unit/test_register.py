@@ -1,10 +1,7 @@
 """The list of replaced library code: complete, printed, and current in docs/reference/workarounds.md."""
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.workarounds import Replacement, collect, markdown
 from trainer.config import TrainingSection
-from trainer.contract.known_versions import KNOWN, installed
-from trainer.patches import register
+from trainer.contract.known_versions import KNOWN
 from trainer.patches.fused_lora import fuse
 from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
-from trainer.patches.register import Replacement
 from trainer.patches.replace import replace, undo
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def entries() -> list[Replacement]:
-    return register.collect()
+    return collect()
 
 
 def test_every_entry_names_a_known_library_and_existing_tests(entries: list[Replacement]) -> None:
@@ -79,7 +75,7 @@ def test_every_fault_with_a_test_is_listed(entries: list[Replacement]) -> None:
 
 def test_the_document_is_the_list() -> None:
     written = (ROOT / "docs" / "reference" / "workarounds.md").read_text()
-    assert written == register.markdown(), "trainer.patches.register --markdown"
+    assert written == markdown(), "python -m scripts.workarounds"
 
 
 def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iterator[str]:
@@ -114,20 +110,6 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "packed_attention: pass_positions_to_masks",
         "per_document: compute_per_document",
     }
-
-
-def test_doctor_prints_every_entry_with_the_installed_version(
-    entries: list[Replacement], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert register.main([]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("- why: ") == len(entries)
-    assert f"- library: deepspeed {installed('deepspeed')}" in printed
-    words = [sys.executable, "-m", "launcher.cli", "doctor", "--patches", "--json"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    listed = json.loads(done.stdout)
-    assert [entry["replaces"] for entry in listed] == [entry.replaces for entry in entries]
-    assert all(entry["installed"] == installed(entry["library"]) for entry in listed)
 
 
 def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:

@@ -35,7 +35,7 @@ def make_run(run_dir: Path, *, scu: bool = False, name: str = "a run", evaluate:
             "logging": {"run_name": name},
         }
     )
-    write_run_record(run_dir, config, world_size=2, device="cpu", precision="fp32")
+    write_run_record(run_dir, config.model_dump_json(), world_size=2, device="cpu", precision="fp32")
     console = Console(file=None, quiet=True)
     section = LoggingSection(report_to=(), run_name=name)
     metrics = Metrics(run_dir, section, console, first_step=0, total_steps=STEPS)

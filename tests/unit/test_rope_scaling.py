@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.commands.serve import Server, build_command
 from trainer.config import ModelSection, UserError
 from trainer.model.base import context_length, load_model_config

@@ -61,9 +61,9 @@ def test_a_rank_counts_its_fraction_of_the_attention() -> None:
 
 def test_an_incomplete_group_of_ranks_is_refused() -> None:
     whole = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d.jsonl"}}
-    check_ranks(RunConfig.model_validate(whole | {"parallel": {"sequence": 2}}), 4)
+    check_ranks(2, RunConfig.model_validate(whole | {"parallel": {"sequence": 2}}).zero, 4)
     with pytest.raises(UserError, match=r"^parallel.sequence=3: does not divide the 4 ranks of this run; use 1 or"):
-        check_ranks(RunConfig.model_validate(whole | {"parallel": {"sequence": 3}}), 4)
+        check_ranks(3, RunConfig.model_validate(whole | {"parallel": {"sequence": 3}}).zero, 4)
 
 
 @pytest.mark.parametrize(

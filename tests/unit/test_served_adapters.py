@@ -152,7 +152,8 @@ def test_training_warns_of_what_the_target_would_not_apply(
     model_type: str, target: str | None, lora: dict[str, Any], names: list[str]
 ) -> None:
     values = {"base_model": "b", "output_dir": "o", "dataset": {"path": "d"}, "lora": lora}
-    notes = serving_notes(RunConfig.model_validate(values | {"export": {"target": target}}), base_of(model_type))
+    config = RunConfig.model_validate(values | {"export": {"target": target}})
+    notes = serving_notes(config.export.target, config.lora, config.model.added_tokens, base_of(model_type))
     assert len(notes) == len(names)
     for note, name in zip(notes, names, strict=True):
         assert note.startswith(f"export.target={target}: ") and name in note

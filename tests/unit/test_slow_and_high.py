@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.checkpoint import Position
-from trainer.monitor.hooks import FinishedStep
-from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
+from trainer.monitor.hooks import BEFORE, ENOUGH, FinishedStep, SpikeWatch
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
 

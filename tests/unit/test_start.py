@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {"max_steps": 1, "batch_size": 1},
     }
     (folder / "run.yaml").write_text(json.dumps(settings))
-    prepare = [sys.executable, "-m", "trainer.commands.prepare_run", "run.yaml"]
+    prepare = [sys.executable, "-m", "launcher.module", "trainer.commands.prepare_run", "run.yaml"]
     subprocess.run(prepare, cwd=folder, env=environment(), check=True, capture_output=True)
     return folder
 

@@ -18,7 +18,7 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from tests.unit.test_stored_fp8 import run_config
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes

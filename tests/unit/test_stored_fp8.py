@@ -16,7 +16,7 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes

@@ -233,7 +233,7 @@ def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pyt
     assert reported.real and reported.model == str(tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0")
     random = find_weights(config, "tinyllama-1.1b", None, None)
     assert (random.model, random.real) == ("random:tinyllama-1.1b", False)
-    assert "`zerolora download TinyLlama/TinyLlama-1.1B-Chat-v1.0` gets it" in random.text
+    assert "`hf download TinyLlama/TinyLlama-1.1B-Chat-v1.0` gets it" in random.text
     assert find_weights(config, "tinyllama-1.1b", "random:tiny", None).real is False
 
 

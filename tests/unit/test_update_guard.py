@@ -12,7 +12,7 @@ import torch
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
 from trainer.parallel.engine.optimizer_state import EngineState, whole_state
-from trainer.patches.update_guard import NORM_METHOD, UpdateGuard, require_fused_update
+from trainer.patches.deepspeed_workarounds import NORM_METHOD, UpdateGuard, require_fused_update
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -452,12 +452,13 @@ def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_p
 def test_a_chat_shows_its_image_in_the_first_turn(root: Path, tmp_path: Path) -> None:
     from trainer.commands.chat import Conversation
     from trainer.commands.generate import Sampling
-    from trainer.model.image_reader import read_prompt_images
+    from trainer.model.image_reader import load_image_reader, read_prompt_images
 
     config, file = run_config(root, "qwen2_5_vl"), picture(tmp_path)
     model, *_ = train(config)
     tokenizer = prepare(config).tokenizer
-    images = read_prompt_images(config, tokenizer, [str(file)])
+    reader = load_image_reader(config.base_model, config.model, config.dataset, tokenizer)
+    images = read_prompt_images(reader, [str(file)])
     chat = Conversation(model, tokenizer, Sampling(4), config.dataset, None, images)
     chat.ask("which colour")
     chat.ask("sure")

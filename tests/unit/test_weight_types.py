@@ -13,7 +13,7 @@ from tests.families import FAMILIES, save_family
 from tests.runs_in_process import make_ground, train
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run
-from trainer.commands.merge import merge
+from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
 from trainer.model import streamed_weights
 from trainer.model.adapter import apply_adapter

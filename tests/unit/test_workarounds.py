@@ -136,7 +136,7 @@ def test_stage_0_knows_no_hysteresis() -> None:
 
 
 def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
-    """trainer/patches/update_guard.py measures it itself."""
+    """trainer/patches/deepspeed_workarounds.py measures it itself."""
     engine = raw_engine(2, bf16={"enabled": True, "check_grad_overflow": False})
     gradients = [torch.tensor([[torch.nan, 1.0]], device=engine.device)]
     assert float(engine.optimizer.get_grad_norm_direct(gradients, list(engine.module.parameters()))) == -1.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.config import UserError
 from trainer.contract.output_files import collect_disk_errors
+from trainer.contract.rank_errors import OtherRankFailed
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
@@ -104,6 +105,6 @@ def exchange_outcomes(
     if exception is not None:
         raise exception
     if errors:
-        raise RuntimeError(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
+        raise OtherRankFailed(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
     name = folder.name.removeprefix(PREFIX)
     raise SaveFailed(f"{name} was not saved: {full[0]}; make room; older checkpoints are untouched")

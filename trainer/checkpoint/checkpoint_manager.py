@@ -21,8 +21,7 @@ from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_out
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
+from trainer.checkpoint.identity import describe_finished, plan_resumption, run_identity
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig, UserError
@@ -32,8 +31,7 @@ from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.parallel.engine.averaged_weights import averaged_weights
-from trainer.parallel.engine.optimizer import has_moved, restore_schedule
+from trainer.parallel.engine.optimizer import averaged_weights, has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
@@ -105,7 +103,12 @@ class CheckpointManager:
             batches.load_state_dict(state.get("stream", {}))
         return position, state.get("scu")
 
-    def identity(self) -> dict[str, Any] | None:
+    def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
+        """Write the final weights, the adapter's update times `factor`; a collective call. Raises SaveFailed."""
+        moved, identity = has_moved(schedule), self._find_identity()
+        self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
+
+    def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
             found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
@@ -153,7 +156,7 @@ class CheckpointManager:
         def write(folder: Path) -> None:
             self._copies.wait()
             if self._ranks.is_main:
-                rank_state.state["run"] = self.identity()
+                rank_state.state["run"] = self._find_identity()
                 write_weights(folder)
             for file in rank_state.write(folder):
                 sync(file)

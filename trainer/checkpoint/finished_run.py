@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from pydantic import ValidationError
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
-from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
+from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
 from trainer.config.files import check_shape, read_json
 from trainer.contract.object_store import open_run
+from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -88,12 +90,6 @@ def find_run(
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
-def refuse_reward_model(run: FinishedRun, reason: str) -> None:
-    """Raise UserError for a reward model, in commands for models that generate text."""
-    if run.config.task == "reward":
-        raise UserError(f"{run.folder}: the adapter is of a reward model, and {reason}")
-
-
 def _check_adapter(folder: Path, run_dir: Path) -> None:
     """Raise UserError, with the file's name, if the adapter is damaged."""
     if problem := find_adapter_damage(folder):
@@ -139,6 +135,15 @@ def saved_tokenizer(run: FinishedRun) -> Any:
     return load_tokenizer(str(run.folder), section)
 
 
+def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
+    form: str | None = PLAIN_TEXT if raw else None
+    with suppress(FileNotFoundError):
+        if not raw and not chat:
+            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
+
+
 def default_device() -> torch.device:
     """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -179,6 +184,8 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
     """
     set_seed(run.config.seed)  # rows of added tokens are random: every output of a run must have the same
     match_vocabulary(base, tokenizer)
+    if run.config.model.has_score:
+        base.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 

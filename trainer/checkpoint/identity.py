@@ -1,7 +1,8 @@
 """The identity of a run (base, tokenizer, adapter, data), recorded with it and compared before it is loaded.
 
-Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares all of it
-(trainer/checkpoint/resume_comparison.py); commands compare what determines the model they load.
+Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares all of it and
+reports all differences together: `training.resume_changes` allows those that it names, changes that no optimizer state
+can follow (the adapter's rank or layers) are always refused. Commands compare what determines the model they load.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
 from trainer.checkpoint.base_fingerprint import cached_folder, find_changed_part, fingerprint_base, is_same_base
+from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
@@ -249,3 +251,73 @@ def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     found = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
     return {name: (value or [] if name in lists else value) for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The checkpoint that a run resumes from, None for a fresh start; with warnings and notes for the user."""
+
+    checkpoint: Path | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_resumption(
+    config: RunConfig,
+    prepared: Prepared,
+    *,
+    world_size: int | None,
+    precision: str | None = None,
+    choice: Choice | None = None,
+) -> Resumption:
+    """Return the checkpoint to resume from, after verifying its checksums and that it is of the same run.
+
+    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserError with a line for each
+    difference that is not allowed, also between the base and the adapter that training starts from.
+    """
+    training = config.training
+    if choice is None:
+        choice = choose_checkpoint(training.resume_from_checkpoint, Path(config.output_dir), read=True)
+    warnings = () if choice.warning is None else (choice.warning,)
+    checkpoint = choice.checkpoint
+    if checkpoint is None:
+        return Resumption(None, (*warnings, *check_start(config, prepared.data.origin)))
+    state, then = read_state(checkpoint), recorded_identity(checkpoint)
+    notes = []
+    if then is not None:
+        now = run_identity(config, prepared, world_size, precision)
+        refused, note = compare(then, now, checkpoint, training.resume_changes)
+        if refused:
+            raise UserErrors(refused)
+        notes += [note] if note else []
+    else:
+        notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
+    if training.max_steps is not None and int(state["step"]) >= training.max_steps:
+        notes.append(describe_finished(int(state["step"]), training.max_steps))
+    return Resumption(checkpoint, warnings, tuple(notes))
+
+
+def describe_finished(step: int, total_steps: int) -> str:
+    """Return the note for a run that has already done all of its steps."""
+    return (
+        f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
+        "nothing is left to train; raise them to continue"
+    )
+
+
+def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """Return a line for each refused difference, and one line for all others (None if there are none)."""
+    refused, changed = [], []
+    for found in differences(then, now, checkpoint.name):
+        if found.fixed:
+            weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
+            refused.append(
+                f"{found.problem}, and its optimizer state fits nothing else; set it back, or start a new run with "
+                f"{weights}: {checkpoint}"
+            )
+        elif found.group is None or found.group in allowed:
+            changed.append(found.change)
+        else:
+            fix = f"set it back, or allow the change with training.resume_changes: [{found.group}]"
+            refused.append(f"{found.problem}; {fix}")
+    return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

@@ -1,4 +1,4 @@
-"""Checks of the output folder before a run: its location and its content.
+"""Checks before a run without importing torch (a contract of import-linter): its output folder, and that inputs exist.
 
 Nothing is written, except that a folder on an object store is copied here first.
 """
@@ -11,15 +11,54 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from trainer.checkpoint.checkpoint_files import list_checkpoints
+from trainer.checkpoint.checkpoint_files import choose_checkpoint, list_checkpoints
 from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig, SourceSection, UserError
+from trainer.config.evaluation_section import check_task_names
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP
 from trainer.contract.object_store import fetch_run
+from trainer.data.source_files import read_template
+from trainer.data.sources import local_path
+from trainer.model.model_source import check_source
+from trainer.model.published_shapes import is_random
 
 FREE_GIB_NEEDED = 1.0
 NAMES_SHOWN = 3
+
+
+def check_early(config: RunConfig, *, to_train: bool = True) -> None:
+    """Raise UserError if the output folder cannot be used, or a model, template or data do not exist.
+
+    With `to_train=False` the output folder may already contain a run, or no checkpoint to resume.
+    """
+    check_place(config)
+    for run in config.runs:
+        check_early(run, to_train=to_train)
+    if config.runs:
+        found = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
+        if to_train and config.training.resume_from_checkpoint == "latest" and not found:
+            raise UserError(
+                "training.resume_from_checkpoint=latest: no adapter has a checkpoint to resume from; remove it"
+            )
+        return
+    if to_train:
+        choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
+        check_free(config)
+    names = {"model.tokenizer": config.model.tokenizer, "lora.adapter_path": config.lora.adapter_path}
+    for setting, name in ({"base_model": config.base_model} | names).items():
+        if name and not is_random(name) and not Path(name).exists():
+            check_source(setting, name)
+    if config.dataset.chat_template is not None:
+        read_template(config.dataset.chat_template)
+    if config.scu.reference is not None:
+        local_path(SourceSection(path=config.scu.reference), "scu.reference")
+    check_task_names(config.evaluation.tasks)
+    data = config.dataset
+    sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
+    for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
+        if source is not None and source.path is not None:
+            local_path(source, label)
 
 
 def check_place(config: RunConfig) -> None:

@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.adapter_files import record_result
-from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm, record_result
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
@@ -29,13 +28,13 @@ from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.rank_arguments import resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import METRICS_FILE, Metrics
+from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
-from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS, phase
@@ -61,7 +60,8 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
-        self._metrics: Metrics | None = None
+        self.metrics: Metrics | None = None
+        """On rank 0, once the folder is open."""
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
 
@@ -79,8 +79,8 @@ class RunFolder:
         precision: str,
         prompt_text: str | None,
         checkpoint: Path | None,
-    ) -> Metrics | None:
-        """Write the run's record, after all checks have passed; return rank 0's metrics.
+    ) -> None:
+        """Write the run's record and open the metrics, after all checks have passed.
 
         `checkpoint` is the one that the run resumes from.
         """
@@ -94,17 +94,20 @@ class RunFolder:
             if moved:
                 self._say.show(moved)
             run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
-            self._write_record = partial(write_run_record, self.path, config, *run_on)
+            self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *run_on)
             self._write_record()
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
-        if not is_main:
-            return None
-        self._metrics = Metrics(
-            self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
-            before_writing=self.check, settings=config.model_dump(mode="json"),
-        )  # fmt: skip
-        return self._metrics
+        if is_main:
+            self.metrics = Metrics(
+                self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
+                before_writing=self.check, settings=config.model_dump(mode="json"),
+            )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write metrics of a step on rank 0."""
+        if self.metrics is not None:
+            self.metrics.log(step, values)
 
     def _copy_initial_adapter(self, source: Path) -> None:
         """Copy the initial adapter of the resumed run into this folder, unless it is already there."""
@@ -126,8 +129,8 @@ class RunFolder:
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
         self._keep(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
-        if self._metrics is not None:
-            self._metrics.log_image(step, prompt, image)
+        if self.metrics is not None:
+            self.metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""
@@ -200,7 +203,7 @@ class RunFolder:
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
                 self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
-        for line in end_summary(self.path, self._config, page, before, after):
+        for line in end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
             self._say(line)
 
     def print_how_to_resume(self, step: int) -> None:
@@ -240,5 +243,5 @@ class RunFolder:
     def _write_card(self, result: Path) -> None:
         """Write the model card, unless the folder has one that the user wrote."""
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
-            card = self._task.card(self.path, str(self.path.resolve()))
+            card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

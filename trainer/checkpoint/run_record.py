@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunConfig, UserError
+from trainer.config import UserError
 from trainer.config.files import check_shape, read_json
 from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
@@ -52,17 +52,17 @@ def find_run_dir(folder: Path) -> Path:
 
 
 def write_run_record(
-    run_dir: Path, config: RunConfig, world_size: int, device: str, precision: str, prompt_text: str | None = None
+    run_dir: Path, settings: str, world_size: int, device: str, precision: str, prompt_text: str | None = None
 ) -> None:
-    """Write training_config.json (which `zerolora train` accepts) and run.json (what the run used).
+    """Write training_config.json (`settings`, which `zerolora train` accepts) and run.json (what the run used).
 
     `prompt_text` is the prompt format of the training data, None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    resolved, earlier = config.model_dump_json(indent=1), {}
+    earlier: dict[str, Any] = {}
     with suppress(UserError):  # a damaged record is replaced
         earlier = read_record(run_dir)
-    write_whole(run_dir / CONFIG, resolved)
+    write_whole(run_dir / CONFIG, settings)
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command_typed(sys.argv),

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
-from trainer.checkpoint.adapter_form import AdapterForm, stack_difference
+from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterForm, stack_difference
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask

@@ -105,7 +105,3 @@ def main(argv: list[str] | None = None) -> None:
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
     converse(Conversation(model, tokenizer, sampling, section, text, images))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,6 @@ from trainer.commands.longest_sequence import find_longest, longest_lines, predi
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
@@ -184,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
-    check_ranks(config, gpus)
+    check_ranks(config.parallel.sequence, config.zero, gpus)
     if config.runs:
         config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         per_host = planner.machine.hosts.count(planner.machine.hosts[0])
         planner = replace(planner, machine=replace(planner.machine, host_room=host // per_host))
     of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
-    config = fit_max_length(config, of_model)
+    config = config.fit_max_length(of_model)
     if config.runs:
         notes.append(f"{len(config.runs)} adapters: one with the sum of their ranks, and the rows of all")
     if arguments.max_length and not planner.has_sequences:

@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.evaluate RUN`: held-out loss of the base with and without the adapter, with intervals.
+"""`zerolora eval RUN`: held-out loss of the base with and without the adapter, with intervals.
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
@@ -9,7 +9,6 @@ is that of a paired comparison.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,11 +30,9 @@ from trainer.checkpoint.finished_run import (
     find_run,
     load_trained,
     quiet_libraries,
-    refuse_reward_model,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import check_held_out
-from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.config.errors import shown
@@ -52,10 +49,9 @@ from trainer.model.image_reader import image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
-from trainer.setup.text_run import check_pairs, tokenize
+from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.text_run import find_task, tokenize
 from trainer.tasks.lm_eval_scores import TaskScores
-from trainer.tasks.preference import KtoLoss, PreferenceLoss
-from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
@@ -140,11 +136,10 @@ def evaluate_pairs(
 
     For `kto`, over answers.
     """
-    loss = RewardLoss(model, config.reward) if config.task == "reward" else _preference_loss(model, config)
+    loss = find_task(config).pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
-    unit = "answers" if isinstance(loss, KtoLoss) else "pairs"
-    found: dict[str, Any] = {unit: pairs, "base": {}, "adapter": {}, "difference": {}}
+    found: dict[str, Any] = {loss.unit: pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
         result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
         for part, interval in result.items():
@@ -152,18 +147,8 @@ def evaluate_pairs(
     return found
 
 
-def _preference_loss(model: Any, config: RunConfig) -> PreferenceLoss:
-    """Return the loss of a preference run, with the reference computed next to the model's scores."""
-    settings = config.preference
-    if settings.reference == "cached":
-        settings = settings.model_copy(update={"reference": "step"})
-    return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
-
-
 @torch.no_grad()
-def _measure_pairs(
-    model: Any, loss: PreferenceLoss | RewardLoss, samples: Samples, pad_token_id: int, batch_size: int
-) -> NDArray[np.float64]:
+def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, batch_size: int) -> NDArray[np.float64]:
     """Return loss, accuracy and margin of every pair, of the base and with the adapter [2, 3, P]."""
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = [margin for sample in samples for margin in sample.margins]
@@ -203,34 +188,22 @@ def held_out_samples(
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}
         section = section.model_copy(update=alone | fields)
     try:
-        longest = context_length(load_model_config(run.config.base_model, run.config.model))
-        files = Prepared(tokenizer, None, None, longest=longest, images=images)
+        shape = load_model_config(run.config.base_model, run.config.model)
+        files = Prepared(tokenizer, shape, None, longest=context_length(shape), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
-        if has_pairs or run.config.task == "reward":
-            check_pairs(run.config, prepared.stats)
+        find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
     except UserError as error:
         if data is None:
             raise
         named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
-        raise UserError(
-            named if named.startswith("--") else f"--data={shown(data)}, read as in training: {named}"
-        ) from None
+        is_clear = named.startswith(("--", f"{run.folder}: "))
+        raise UserError(named if is_clear else f"--data={shown(data)}, read as in training: {named}") from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    if has_pairs and run.config.task == "preference":
-        _check_reference(run)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return samples, has_pairs
-
-
-def _check_reference(run: FinishedRun) -> None:
-    """Raise UserError if the loss of a pair needs more than the model with and without its adapter."""
-    metrics = f"see eval/rewards in {run.folder}/metrics.jsonl, or pass texts or conversations with --data"
-    if run.config.preference.reference == "cached" and run.config.lora.adapter_path is not None:
-        problem = "its reference is the adapter that training began with, which the run does not keep"
-        raise UserError(f"{run.folder}: lora.adapter_path={run.config.lora.adapter_path}: {problem}; {metrics}")
 
 
 def _measure_documents(
@@ -344,13 +317,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, "its held-out loss is in metrics.jsonl")
+    refuse_unsupported(run, "eval")
     config = run.config
     tokenizer = saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:
-        refuse_reward_model(run, "--tasks are for models that write text; evaluate without it")
+        refuse_unsupported(run, "eval --tasks")
         record |= _score_tasks(arguments, run, tokenizer, batch_size)
     else:
         record |= _measure_held_out(arguments, run, tokenizer, batch_size)
@@ -362,13 +335,12 @@ def _measure_held_out(
     arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int
 ) -> dict[str, Any]:
     config = run.config
-    images = load_image_reader(config, tokenizer)
+    images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer)
     samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     device = default_device()
     model = load_trained(run, tokenizer, device)
     given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if has_pairs:
-        model.config.pad_token_id = tokenizer.pad_token_id  # which a reward model's forward needs
         found = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **given)
         unit = "pairs" if "pairs" in found else "answers"
         size = f"{found[unit]:,} {unit}"
@@ -391,7 +363,3 @@ def _measure_held_out(
         "seed": config.seed,
         **found,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
@@ -25,26 +25,24 @@ from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
     default_device,
+    find_prompt_form,
     find_run,
     load_trained,
     quiet_libraries,
-    refuse_reward_model,
     saved_tokenizer,
 )
-from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
-from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
-from trainer.config.files import check_shape, read_json
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
-from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
+from trainer.data.records import Turns
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
-from trainer.model.image_reader import read_prompt_images
+from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
+from trainer.setup.kinds import refuse_unsupported
 
 
 class AnswerStreamer(TextStreamer):
@@ -122,15 +120,6 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     return model
 
 
-def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
-    form: str | None = PLAIN_TEXT if raw else None
-    with suppress(FileNotFoundError):
-        if not raw and not chat:
-            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
-    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
-
-
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
@@ -157,14 +146,14 @@ def load_for_prompts(
     The settings have the system prompt of --system, if given. Raises UserError.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, "images are generated with diffusers; see its README.md")
-    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
+    refuse_unsupported(run, "generate")
     tokenizer = saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:
         section = section.model_copy(update={"system_prompt": arguments.system or None})
-    images = read_prompt_images(run.config, tokenizer, arguments.image)
+    reader = load_image_reader(run.config.base_model, run.config.model, run.config.dataset, tokenizer)
+    images = read_prompt_images(reader, arguments.image)
     if arguments.image and text is not None:
         raise UserError("--image: needs prompts in the chat template; add --chat")
     if isinstance(sys.stdout, TextIOWrapper):
@@ -307,7 +296,3 @@ def main(argv: list[str] | None = None) -> None:
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         raise UserError(f"{len(failed)} prompts were not answered; see above")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

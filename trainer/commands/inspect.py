@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
+"""`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
 
 For text: examples with trained tokens in colour (in ⟦brackets⟧ without colours), and with their weight if it is below
 1; the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
@@ -38,7 +38,3 @@ def main(argv: list[str] | None = None) -> None:
     kind_of(loaded.config).show_data(
         loaded.config, console, examples=arguments.examples, step=arguments.step, ranks=ranks
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 `zerolora train` runs it with `--phases` before it starts ranks on other hosts.
 """
 
-import sys
 from functools import partial
 
 from trainer.config import CommandParser, load_config, reports_errors
@@ -25,7 +24,3 @@ def main(argv: list[str] | None = None) -> None:
         for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
             print(line)
     build_operators(config, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m trainer.commands.push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
+"""`zerolora push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
 
 No uploaded file contains a local path: the run's configuration and logs are not uploaded, and the model card names
 local models and data by the last part of their path.
@@ -23,16 +23,15 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     find_run,
     quiet_libraries,
-    saved_tokenizer,
 )
-from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
+from trainer.commands.adapter_kinds import adapter_kind
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
-from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name
+from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, public_name
+from trainer.setup.kinds import task_of
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
 
@@ -41,21 +40,13 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     """Put the files to upload into `folder`, and the card next to the adapter as well; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    is_image = is_image_run(run)
-    if is_image:
-        copy_image_files(run, folder)
-    else:
-        write_files(tokenizer_files(saved_tokenizer(run)), folder)
+    adapter_kind(run).copy_companions(run, folder)
     base = public_name(run.config.base_model)
     settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_own_card(card):
-        if is_image:
-            text = image_model_card(run, read_records(run), repo)
-        else:
-            text = model_card(run.config, run.run_dir, read_records(run), name=repo)
-        card.write_text(text, encoding="utf-8")
+        card.write_text(task_of(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -142,7 +133,3 @@ def main(argv: list[str] | None = None) -> None:
             print(f"card: {run.folder / CARD}; nothing was uploaded")
             return
         print(upload(folder, repo, private=arguments.private))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, count_samples, fit_max_length
+from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import (
     resolve_eval_and_save_steps,
     resolve_global_batch,
@@ -25,7 +25,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         shared = [line for line in each[0] if all(line in lines for lines in each)]
         named = zip((Path(run.output_dir).name for run in config.runs), each, strict=True)
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
-    config = fit_max_length(config, prepared.longest)
+    config = config.fit_max_length(prepared.longest)
     model, lines = kind_of(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":

@@ -18,13 +18,12 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     find_run,
     quiet_libraries,
-    refuse_reward_model,
 )
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import lora_arguments
-from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.command_line import positive_int
+from trainer.setup.kinds import refuse_unsupported
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 SERVERS = (*MODULES, "llama.cpp")
@@ -123,14 +122,9 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
-    refuse_images(run, "serve is for models that write text; zerolora export writes it for diffusers and ComfyUI")
-    refuse_reward_model(run, "serve is for models that write text; `zerolora merge` writes it for transformers")
+    refuse_unsupported(run, "serve")
     command = build_command(run, server, options.run, merged=options.merged)
     command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
     print(shlex.join(command), flush=True)
     if not options.dry_run:
         os.execv(command[0], command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ from trainer.config import RunConfig, UserError
 from trainer.data.step_count import count_steps
 from trainer.memory.planner import Planner
 from trainer.memory.step_time import MEASURED, predict_step
+from trainer.setup.kinds import kind_of
 
 GPUS_PER_HOST = 8
 BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
@@ -37,7 +38,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
         raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
-    if not planner.has_sequences or config.task in ("preference", "reward"):
+    if not kind_of(config).task(config).predicts_time:
         raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
     card = arguments.card or MEASURED
     step, note = predict_step(planner, config, card, network)

@@ -4,7 +4,6 @@ Runs are ranked by their lowest held-out loss or, without held-out data, by the 
 Exit code 0, 1 if a run has no result, 2 after one line on stderr.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +102,3 @@ def main(argv: list[str] | None = None) -> int:
     if any(run.loss is not None for run in runs):
         print(write_page(runs, arguments.folder / PAGE))
     return 0 if all(run.state == "done" for run in runs) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ Exit code 0, or 2 after one line on stderr.
 import math
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -315,7 +314,3 @@ def main(argv: list[str] | None = None) -> None:
     typed = shlex.quote(str(arguments.output))
     on_ranks, on_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
     print(f"wrote {arguments.output}; next:\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

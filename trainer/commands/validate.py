@@ -8,15 +8,13 @@ read, and nothing is written to the run's folder. Exit code 0, or 2 after one li
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
-from trainer.checkpoint.output_folder import find_obstacle
+from trainer.checkpoint.output_folder import check_early, find_obstacle
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
-from trainer.setup.early_checks import check_early
 
 
 @reports_errors()
@@ -59,7 +57,3 @@ def main(argv: list[str] | None = None) -> None:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

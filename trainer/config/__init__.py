@@ -4,10 +4,10 @@ from trainer.config.adapter_settings import trained_in_full
 from trainer.config.command_line import CommandParser, reports_errors
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
-from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.sections import LoggingSection, RunConfig, ScuSection, TierSection
+from trainer.config.task_sections import ImageSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
     OPTIMIZERS,

@@ -12,8 +12,8 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
-from trainer.config.preference_section import WITHOUT_REFERENCE
 from trainer.config.sections import TRACKERS, RunConfig
+from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
 from trainer.config.types import AUTO
 from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer

@@ -12,8 +12,7 @@ from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.checks import unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.given import Given
-from trainer.config.mistakes import replace_mistakes
+from trainer.config.mistakes import Given, replace_mistakes
 from trainer.config.paths import is_remote, local_copy
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text

@@ -82,6 +82,13 @@ def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
     yield from (unread for unread in found[0] if unread.name in everywhere)
 
 
+def find_settings_of_other_tasks(config: Any, task: str) -> Iterator[Unread]:
+    """Yield the given settings that another `task` reads."""
+    for setting in find_unread_settings(config.model_copy(update={"task": task})):
+        if setting.need.switch == "task" and not setting.is_default:
+            yield setting
+
+
 def unread_mistake(settings: Sequence[Unread], reason: str) -> Mistake:
     """Return the mistake of settings that the same switch turns off."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]

@@ -6,11 +6,10 @@ from pydantic import Field, model_validator
 
 from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
-from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection, VisionSection
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import OutputText, PathText
-from trainer.config.preference_section import PreferenceSection, RewardSection
+from trainer.config.task_sections import ImageSection, PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
 
@@ -234,6 +233,13 @@ class RunConfig(Section):
     def data_ranks(self, ranks: int) -> int:
         """Return the number of ranks that train on different samples: one per group that shares a sequence."""
         return max(1, ranks // self.parallel.sequence)
+
+    def fit_max_length(self, longest: int | None) -> "RunConfig":
+        """Return the configuration with sequences no longer than the model's context, unless a length was given."""
+        data = self.dataset
+        if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
+            return self
+        return self.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
 
     @model_validator(mode="after")
     def _share_settings(self) -> "RunConfig":

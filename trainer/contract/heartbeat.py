@@ -27,6 +27,8 @@ ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
 """The `place` of a rank that waits for another process to compile an operator."""
 VERDICT_FILE = "hang.json"
+STACK_MARK = "Python stack of rank"
+"""Begins the stack that a hanging rank writes to its log."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
 
 def clear_heartbeats(logs: Path) -> None:
     """Remove the files of an earlier run."""
-    for path in (*logs.glob("heartbeat-*.json"), logs / VERDICT_FILE):
+    for path in (*logs.glob("heartbeat-*.json"), *logs.glob("error-*.json"), logs / VERDICT_FILE):
         path.unlink(missing_ok=True)
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: most modules here import torch, which trainer/setup/early_checks.py must not need."""
+    """Import a name on first use: most modules here import torch, which check_early must not need."""
     for module in ("batches", "cache", "grouping", "samples") if name in __all__ else ():
         if hasattr(found := import_module(f"{__name__}.{module}"), name):
             return getattr(found, name)

@@ -52,7 +52,7 @@ def prepare_data(
     seed: int,
     cache_dir: Path,
     max_length_of_model: int | None,
-    check: Callable[[DataStats], None] = lambda stats: None,
+    check: Callable[[DataStats], object] = lambda stats: None,
     images: ImageReader | None = None,
 ) -> PreparedData:
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.

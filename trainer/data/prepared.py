@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import RunConfig
 from trainer.data import Samples, SampleStream, StreamBatches
 from trainer.data.prompt_files import Prompt
 from trainer.data.vision import ImageReader
@@ -31,24 +30,16 @@ class Prepared:
     """Those of `adapters` that are trained together, of which this is the first."""
 
 
-def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
-    """Return the configuration with `dataset.max_length` no longer than the model's context, unless it was given."""
-    data = config.dataset
-    if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
-        return config
-    return config.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
-
-
 def has_images(prepared: Prepared) -> bool:
     """Return whether any document of the training or held-out data has images."""
     stats = prepared.data.stats
     return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
 
 
-def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict[str, int]:
+def skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
     """Return the number of records per source that `dataset.on_bad_record: skip` has left out so far."""
     counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
-    return counts if config.dataset.on_bad_record == "skip" else {}
+    return counts
 
 
 def count_samples(prepared: Prepared) -> int | None:

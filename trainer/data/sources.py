@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ import xxhash
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.paths import is_remote
-from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import FULL
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
 _NAME = re.compile(r"\w[\w.-]*")
+PATIENCE_S = 4.0
+"""How long to wait for the hub."""
 _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
@@ -347,3 +349,28 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
     first = int(counts.group(1) or 0)
     records = records.skip(first) if first else records
     return records.take(max(0, int(counts.group(2)) - first)) if counts.group(2) else records
+
+
+def disable_retries_without_network(name: str) -> None:
+    """Disable retries of the hub if it cannot be reached; call this before looking up `name` on the hub.
+
+    huggingface_hub tries six times in 23 s for every file, cached or not.
+    """
+    if not Path(name).exists():
+        _disable_retries_without_network()
+
+
+@cache
+def _disable_retries_without_network() -> None:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import http_backoff
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE_S)
+    except (HTTPError, OSError):
+        defaults = http_backoff.__kwdefaults__
+        assert "max_retries" in defaults, f"http_backoff of huggingface_hub takes {sorted(defaults)}, no max_retries"
+        defaults["max_retries"] = 0

@@ -1,1 +1,1 @@
-"""Start and end a rank: settings, data, lock, watchdog, exit code."""
+"""Start and end a rank: settings, data, lock, watchdog, exit code; the run of several adapters."""

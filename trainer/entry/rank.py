@@ -13,9 +13,10 @@ from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
+from trainer.contract.rank_errors import RankError
 from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
-from trainer.joint_run import JointRun
+from trainer.entry.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
 from trainer.parallel.ranks.agreement import decide_on_first_rank
 from trainer.parallel.ranks.group import Ranks, leave_process_group
@@ -33,16 +34,13 @@ def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
     Preempted and stopped runs are saved. `found` is what this process has already prepared or read.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    stop = StopRequest()
+    stop, ranks = StopRequest(), Ranks(0, 1, 0)
     try:
         ranks = Ranks.from_environment(expected=arguments.world_size)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    try:
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
-        return _refuse(error, ranks)
+        # The launcher's console file is in the logs of the run, if this rank may be on another host.
+        return _refuse(error, ranks, Path(arguments.console).parent if arguments.console else None)
     run_dir = Path(loaded.config.output_dir)
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
         code = _train(loaded, prepared, arguments, ranks, stop, lock)
         watchdog.writes = lock is None or lock.is_held
     except UserError as error:
-        code = _refuse(error, ranks)
+        code = _refuse(error, ranks, run_dir / "logs" if watchdog.writes else None)
     code = watchdog.end(code)
     if lock is not None:
         lock.release()
@@ -107,18 +105,11 @@ def _train(
         terminal=arguments.console_tty,
     )
     kind = JointRun if loaded.config.runs else Run
-    run = kind(
-        loaded,
-        prepared,
-        ranks,
-        console,
-        stop,
-        lock,
-        verbose=arguments.verbose,
-    )
+    run = kind(loaded, prepared, ranks, console, stop, lock, verbose=arguments.verbose)
     try:
         run.train()
     except UserError as error:
+        _record(error, loaded.config, ranks, lock)
         run.close()
         if arguments.console is None:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
@@ -127,6 +118,7 @@ def _train(
         return error.exit_code
     except Exception as error:  # traceback in the log, a message on the console, exit code 1
         traceback.print_exc()  # into this rank's log
+        _record(error, loaded.config, ranks, lock)
         report_to_torchrun(error)
         run.close()
         if ranks.is_main:
@@ -137,10 +129,18 @@ def _train(
     return stop.exit_code if stop else 0
 
 
-def _refuse(error: UserError, ranks: Ranks) -> int:
+def _record(error: Exception, config: RunConfig, ranks: Ranks, lock: FolderLock | None) -> None:
+    """Tell the launcher why this rank ends, unless another run has taken the folder."""
+    if lock is None or lock.is_held:
+        RankError.of(ranks.rank, error).write(Path(config.output_dir) / "logs")
+
+
+def _refuse(error: UserError, ranks: Ranks, logs: Path | None) -> int:
     """Print the error on one rank of each host, as a file may be missing on some; return the exit code."""
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "
+        if logs is not None:
+            RankError(ranks.rank, f"{where}{error}", is_user_error=True).write(logs)
         print(f"error: {where}{error}", file=sys.stderr)
     else:
         time.sleep(REPORT_DELAY_S)

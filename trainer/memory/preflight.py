@@ -16,6 +16,7 @@ from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.observed import NoEstimate
+from trainer.memory.oom_recovery import Recovery
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, gib
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
@@ -31,7 +32,40 @@ class MemoryPlan:
     config: RunConfig
     found: Estimate | None
     decisions: Decisions
+    planner: type[Planner]
     notes: tuple[str, ...] = ()
+
+    def recovery(self, world_size: int) -> Recovery:
+        """Return the guard of the run's steps against running out of memory."""
+        return Recovery(self.config, world_size, self.planner)
+
+    def measure_peak(self, device: torch.device) -> int:
+        """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
+        peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(float(peak) * 2**30)
+
+    def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
+        """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
+
+        On a CPU the whole process is measured, including Python and libraries, and there is no estimate.
+        """
+        on_gpu = device.type == "cuda"
+        found = self.found if on_gpu else None
+        path = run_dir / "run.json"
+        record = read_json(path)
+        record["decisions"] = self.decisions.to_json()
+        record["memory"] = {
+            "predicted": None if found is None else to_json(found),
+            "measured_bytes": measured,
+            "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
+        }
+        write_json(path, record)
+        if found is None:
+            return f"{'memory':<12} peak {gib(measured)}, no estimate"
+        error = measured / found.peak - 1
+        return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({error:+.1%})"
 
 
 def plan_memory(
@@ -77,7 +111,7 @@ def plan_for_machine(
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = resolve_eval_and_save_steps(config, *counted)
         unread, note = kind.decide(config, machine, None), f"no memory estimate for this model ({reason})"
-        return MemoryPlan(config, None, unread, (note,))
+        return MemoryPlan(config, None, unread, kind, (note,))
     resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counted)
     found = planner.estimate(resolved)
     notes = []
@@ -94,7 +128,7 @@ def plan_for_machine(
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
+    return MemoryPlan(resolved, found, planner.decisions(resolved), kind, tuple(notes))
 
 
 def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
@@ -139,35 +173,6 @@ def _least_free(config: RunConfig, device: torch.device) -> int | None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least) + CONTEXT
-
-
-def peak_over_ranks(device: torch.device) -> int:
-    """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
-    peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(float(peak) * 2**30)
-
-
-def record_memory(run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device) -> str:
-    """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
-
-    On a CPU the whole process is measured, including Python and libraries, and there is no estimate.
-    """
-    on_gpu = device.type == "cuda"
-    found = plan.found if on_gpu else None
-    path = run_dir / "run.json"
-    record = read_json(path)
-    record["decisions"] = plan.decisions.to_json()
-    record["memory"] = {
-        "predicted": None if found is None else to_json(found),
-        "measured_bytes": measured,
-        "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
-    }
-    write_json(path, record)
-    if found is None:
-        return f"{'memory':<12} peak {gib(measured)}, no estimate"
-    return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({measured / found.peak - 1:+.1%})"
 
 
 def peak_memory_gib() -> float:

@@ -8,9 +8,9 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.config.model_sections import RopeScaling
-from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import replaces
 from trainer.contract.standard_streams import PROGRESS
+from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
     SCORE,
     auto_class,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from trainer.config import ModelSection, RunConfig, UserError
+from trainer.config import DatasetSection, ModelSection, UserError
 from trainer.contract.rendezvous import host_name
 from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import store_image
@@ -32,13 +32,15 @@ FAMILIES = (
 """Model types with losses that tests compare with those of transformers and PEFT."""
 
 
-def load_image_reader(config: RunConfig, tokenizer: Any, model_config: Any = None) -> ImageReader | None:
+def load_image_reader(
+    base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
+) -> ImageReader | None:
     """Return the processor of a model that is trained on images, else None. Raises UserError if it cannot be loaded."""
-    reader = _load_reader(config.base_model, config.model, tokenizer, model_config)
-    sizes = {"min_pixels": config.dataset.min_pixels, "max_pixels": config.dataset.max_pixels}
+    reader = _load_reader(base_model, section, tokenizer, model_config)
+    sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
         if value is not None and (reader is None or not reader.set_size(name, value)):
-            raise UserError(f"dataset.{name}={value}: has no effect on images of {config.base_model}; remove it")
+            raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove it")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
             "dataset.min_pixels={min_pixels}: above dataset.max_pixels={max_pixels}; lower it".format(**sizes)
@@ -78,12 +80,11 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         ) from None
 
 
-def read_prompt_images(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image`, with the processor of the model, if it has one.
+def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
+    """Return the images of `--image` for the `reader` of the model, if it has one.
 
     Raises UserError for images that a model does not read, or that are missing.
     """
-    reader = load_image_reader(config, tokenizer)
     if reader is None:
         if files:
             problem = f"this model is not trained on images; use a model of {', '.join(FAMILIES)}"

@@ -204,7 +204,7 @@ def _why_not_from_hub(name: str, error: Exception) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    elsewhere = f"run `zerolora download {name}` on a machine with network access, and set it to the folder"
+    elsewhere = f"run `hf download {name}` on a machine with network access, and set it to the folder"
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; {elsewhere}"
     causes = _causes(error)

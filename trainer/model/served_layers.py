@@ -3,10 +3,10 @@
 Found by running vLLM 0.32 (tests/servers/test_vllm.py), and in SGLang's list of layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainer.config import RunConfig
+from trainer.config import LoraSection
 from trainer.model.expert_layers import expert_modules
 from trainer.model.expert_targets import other_parameters
 from trainer.model.targets import layers_to_adapt
@@ -38,20 +38,19 @@ def describe_exclusion(name: str) -> str:
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
 
 
-def serving_notes(config: RunConfig, model: Any) -> list[str]:
-    """Return a warning for each part of the adapter that `export.target` would ignore; the model may be empty.
+def serving_notes(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
+    """Return a warning for each part of the adapter that the server `target` would ignore; the model may be empty.
 
     Ollama gets the merged model, so nothing is ignored.
     """
-    target, lora = config.export.target, config.lora
-    if target in (None, "ollama") or config.adapter == "none":
+    if target is None or target == "ollama":
         return []
     server = NAMES[target]
     settings = {
         "lora.dora": lora.dora,
         "lora.modules_to_save": lora.modules_to_save,
         "what vision.train adds": lora.image_parts != "none",
-        "model.added_tokens": config.model.added_tokens,
+        "model.added_tokens": added_tokens,
     }
     notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
     if lora.adapter_path is None:

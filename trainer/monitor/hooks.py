@@ -1,8 +1,30 @@
 """What follows the steps of a run: the loop calls every hook before, within and after each step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.contract.known_versions import replaces
+from trainer.model.adapter import GradientCheck
+from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
+from trainer.monitor.console import Output
+from trainer.parallel.ranks.group import sum_over_ranks
+from trainer.parallel.ranks.progress import PROGRESS
+
+LEAST_SHOWN_S = 0.05
+BEFORE = 100
+"""Number of earlier steps that a loss is compared with."""
+ENOUGH = 20
+SPREADS = 8.0
+FRACTION = 0.2
+MAD_TO_STD = 1.4826
+"""Standard deviation of a normal distribution in median absolute deviations."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +63,147 @@ class Hook:
 
     def finish(self) -> None:
         """Called after the last step."""
+
+
+class FirstGradients(Hook):
+    """Checks the gradients of the first step of this process."""
+
+    def __init__(self, model: Any, *, finite: bool) -> None:
+        self._check: GradientCheck | None = GradientCheck(model, finite=finite)
+
+    def after_launch(self, step: int) -> None:
+        if self._check is not None:
+            self._check.finish()
+            self._check = None
+
+
+class StartReport(Hook):
+    """Reports the times of the start at the end of the first step, and logs them with the next metrics."""
+
+    def __init__(self, say: Output) -> None:
+        self._say = say
+        self._times: dict[str, float] = {}
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        if (parts := PROGRESS.end_start()) is not None:
+            self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
+            self._times["start/total_s"] = sum(parts.values())
+            shown = ", ".join(f"{part} {taken:.1f}" for part, taken in parts.items() if taken >= LEAST_SHOWN_S)
+            self._say(f"start        {self._times['start/total_s']:.1f} s: {shown}")
+            self._say.is_starting = False
+        found, self._times = (self._times, {}) if step.is_logged else ({}, self._times)
+        return found
+
+
+class Samples(Hook):
+    """Generates samples every `every` steps, on every rank, except after the last step."""
+
+    def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
+        self._sample, self._every, self._total_steps = sample, every, total_steps
+
+    def between_steps(self, step: int, settle: Callable[[], None]) -> None:
+        if step % self._every == 0 and step != self._total_steps:
+            settle()
+            self._sample(f"step-{step}", step)
+
+
+class SkippedRecords(Hook):
+    """Counts the records skipped by `dataset.on_bad_record: skip`, by source."""
+
+    def __init__(self, skipped: Callable[[], dict[str, int]]) -> None:
+        self._skipped = skipped
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        return {f"data/skipped/{source}": float(count) for source, count in self._skipped().items()}
+
+
+class History(Protocol):
+    """What a run remembers of its losses, also when it is resumed."""
+
+    latest_losses: list[float]
+    spikes: int
+
+
+class SpikeWatch(Hook):
+    """Detects losses that exceed the median of the last steps by 8 standard deviations and a fifth of the median."""
+
+    def __init__(self, say: Callable[[str], None], history: History) -> None:
+        self._say, self._history = say, history
+        self._warned_at = -BEFORE
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        """Count the spikes of the run, and add the step's loss to its history."""
+        self._history.spikes += self.check(step.number, step.loss, step.grad_norm)
+        return {"train/spikes": float(self._history.spikes)}
+
+    def check(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Return whether a step's loss is a spike; warn at most once in `ENOUGH` steps."""
+        is_spike, before = False, self._history.latest_losses
+        if len(before) >= ENOUGH:
+            middle = median(before)
+            spread = MAD_TO_STD * median(abs(value - middle) for value in before)
+            is_spike = loss - middle > max(SPREADS * spread, FRACTION * middle)
+            if is_spike:
+                self._warn(step, loss, middle, len(before), grad_norm)
+        if math.isfinite(loss):
+            before[:] = [*before[-BEFORE + 1 :], loss]
+        return is_spike
+
+    def _warn(self, step: int, loss: float, middle: float, count: int, grad_norm: float) -> None:
+        if step - self._warned_at < ENOUGH:
+            return
+        self._warned_at = step
+        self._say(
+            f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, where the last {count} had a median of "
+            f"{middle:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` shows "
+            "what was trained on"
+        )
+
+
+@replaces("the call of experts, to read its arguments")
+class ExpertLoad(Hook):
+    """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
+        self._visits: dict[int, Tensor] = {}
+        for layer, experts in enumerate(self._experts):
+            experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
+
+    @classmethod
+    def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
+        """Return None without experts, or if compiled: a hook would break the graph at every layer."""
+        return cls(model) if expert_modules(model) and not compiled else None
+
+    def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Recomputed layers count twice, which does not change the fractions.
+        if not (experts.training and torch.is_grad_enabled()):
+            return
+        index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
+        visits = self._visits.get(layer)
+        if visits is None:
+            count = expert_shape(experts, DOWN)[0]
+            visits = self._visits[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
+        flat = index.reshape(-1).long()
+        visits.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        """Return the metrics of the steps since the last logged one."""
+        return self.values() if step.is_logged else {}
+
+    def values(self) -> dict[str, float]:
+        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.
+
+        Every rank must call it: the counts are summed over the ranks in one all-reduce.
+        """
+        if not self._visits:
+            return {}
+        visits = [self._visits[layer] for layer in sorted(self._visits)]
+        every = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
+        fractions = [counts.double() / counts.sum().clamp(min=1) for counts in every]
+        entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
+        table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
+        busiest, idlest, entropy = table.mean(0).tolist()
+        for counts in visits:
+            counts.zero_()
+        return {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}

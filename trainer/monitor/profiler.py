@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainer.config import RunConfig
 from trainer.contract.known_versions import replaces
 from trainer.monitor.hooks import Hook
 
@@ -33,12 +32,11 @@ class StepProfiler(Hook):
 
     @classmethod
     def for_run(
-        cls, config: RunConfig, rank: int, total_steps: int, engine: object, steering: object | None
+        cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
-        """Return a profiler of the last `logging.profile_steps` steps of a run; None if that is 0."""
-        steps = config.logging.profile_steps
+        """Return a profiler of the last `steps` steps of a run; None if that is 0."""
         first_step = max(1, total_steps - steps + 1)
-        return cls(Path(config.output_dir), rank, first_step, engine, steering) if steps else None
+        return cls(run_dir, rank, first_step, engine, steering) if steps else None
 
     def before_step(self, step: int) -> None:
         """Begin the range of a step."""

@@ -8,30 +8,35 @@ docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from trainer.config import RunConfig, UserError
+from trainer.config import TrainingSection, UserError
 from trainer.model.expert_layers import expert_modules
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.deepspeed_workarounds import install_workarounds
+from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
 from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
-from trainer.patches.update_guard import AdapterGuard, UpdateGuard
 
 
 @dataclass(frozen=True)
 class Wanted:
     """The patches that a run needs: its settings and decisions (trainer/memory/decisions.py)."""
 
-    config: RunConfig
+    training: TrainingSection
+    backend: Literal["auto", "cuda", "reference", "peft"]
+    """The setting ops.backend."""
+    has_adapter: bool
+    rank_tokens: int
+    """Tokens of a micro-batch."""
+    shares_sequences: bool
     device: torch.device
     dtype: torch.dtype
     varlen: bool
@@ -56,7 +61,7 @@ class Wanted:
 def install_on_base(model: Any, wanted: Wanted) -> list[str]:
     """Replace code of a loaded base before adapters are added; return lines for the console."""
     copy_heads_without_flash(wanted.device, wanted.dtype)
-    if wanted.config.parallel.sequence > 1:
+    if wanted.shares_sequences:
         set_varlen(model)  # on any device: the settings and the model were checked before
     elif wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
@@ -65,16 +70,15 @@ def install_on_base(model: Any, wanted: Wanted) -> list[str]:
 
 def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
     """Replace code of the adapted model; return lines for the console."""
-    config = wanted.config
-    lines = call_projections_of_mamba(model) if config.adapter != "none" else []
+    lines = call_projections_of_mamba(model) if wanted.has_adapter else []
     if wanted.shards is not None:
         wanted.shards.attach(model)
     lines += _experts(model, wanted) + _adapters(model, wanted)
     if wanted.recomputed != "none":
-        recompute_inputs(model, recomputed_whole(model, config.training))
+        recompute_inputs(model, recomputed_whole(model, wanted.training))
     if tile := wanted.mlp_tile:
         lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
-    if line := enable_recomputation(model, config.training):
+    if line := enable_recomputation(model, wanted.training):
         lines.append(line)
     return lines
 
@@ -94,30 +98,29 @@ def install_on_engine(
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
-    load_operators(wanted.config)
-    trains_norms = wanted.config.adapter == "none"
-    return replace_elementwise(model, frozen_norms=not trains_norms, recompute=wanted.recomputed).lines()
+    load_operators(wanted.backend)
+    return replace_elementwise(model, frozen_norms=wanted.has_adapter, recompute=wanted.recomputed).lines()
 
 
-def load_operators(config: RunConfig) -> None:
-    """Load the operators, and build them if necessary. Raises UserError."""
+def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> None:
+    """Load the operators of ops.backend, and build them if necessary. Raises UserError."""
     import ops
 
     try:
         with phase("build operators"):
-            ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
+            ops.load(backend if backend != "peft" else "auto")
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
 def _experts(model: Any, wanted: Wanted) -> list[str]:
-    if wanted.config.adapter == "none" or not expert_modules(model):
+    if not wanted.has_adapter or not expert_modules(model):
         return []
     from trainer.patches.fused_experts import compute_experts  # imports peft, and with it bitsandbytes
 
     on_gpu = wanted.device.type == "cuda"
     if on_gpu:
-        load_operators(wanted.config)
+        load_operators(wanted.backend)
     return compute_experts(model, on_gpu=on_gpu)
 
 
@@ -127,25 +130,24 @@ def _adapters(model: Any, wanted: Wanted) -> list[str]:
     if wanted.adapters == "rounded":
         from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
 
-        assert wanted.config.training.qat is not None
-        return compute_rounded(model, wanted.config.training.qat, wanted.dtype)
+        assert wanted.training.qat is not None
+        return compute_rounded(model, wanted.training.qat, wanted.dtype)
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
 
-    backend = wanted.config.ops.backend
-    assert backend != "peft"
+    assert wanted.backend != "peft"
     options: dict[str, Any] = {
         "forward": lambda: wanted.small_pass(model),
         "separate": wanted.separate_projections,
-        "tokens": wanted.config.training.batch_size * wanted.config.dataset.max_length,
+        "tokens": wanted.rank_tokens,
     }
     try:
         if (choice := find_choice(model)) is not None:
             from trainer.patches.many_adapters import fuse_many
 
-            return fuse_many(model, choice, backend, **options).lines()
-        report = fuse(model, backend, **options)
+            return fuse_many(model, choice, wanted.backend, **options).lines()
+        report = fuse(model, wanted.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()

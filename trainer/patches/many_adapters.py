@@ -26,7 +26,7 @@ NO_RANK = 8
 """Columns of the factors of zeros: the fewest that the kernels read."""
 
 
-@replaces("the forward of PEFT's LoRA layers")
+@replaces("the forward of PEFT's LoRA layers, with several adapters")
 def fuse_many(
     model: nn.Module,
     choice: AdapterChoice,

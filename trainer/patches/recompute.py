@@ -5,21 +5,33 @@ selective                  recompute the MLP of every layer, which keeps most of
 offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
 """
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed, replaces
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
-from trainer.patches.kept_attention import draws_in_attention, keep_attention
 from trainer.patches.replace import replace, undo
+
+_aten = torch.ops.aten
+OPERATORS = {
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._flash_attention_forward.default,
+}
+Results = deque[list[Any]]
 
 
 @replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
@@ -263,3 +275,44 @@ class _Copy:
         self.layer, self.host, self.device = layer, host, device
         self.device_copy: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
+
+
+def keep_attention(
+    store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpoint's forward pass and of its recomputation.
+
+    `store` returns what is kept of a tensor, and `load` the tensor again.
+    """
+    results: Results = deque()
+    return _Keep(results, store), _Return(results, load)
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, results: Results, store: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._results, self._store = results, store
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in OPERATORS:
+            # Detached: autograd will make the results themselves part of the graph.
+            self._results.append([self._store(x.detach()) if isinstance(x, Tensor) else x for x in result])
+        return result
+
+
+class _Return(TorchDispatchMode):
+    def __init__(self, results: Results, load: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._results, self._load = results, load
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in OPERATORS:
+            return func(*args, **(kwargs or {}))
+        return tuple(x if x is None or isinstance(x, int) else self._load(x) for x in self._results.popleft())
+
+
+def draws_in_attention(model: Any) -> bool:
+    """Return whether the model drops attention probabilities, for which the recomputation would draw other numbers."""
+    settings = model.config.get_text_config().to_dict()
+    return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

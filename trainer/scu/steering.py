@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,17 @@ from trainer.config import RunConfig
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
-from trainer.model.adapter_scale import scale_adapter, scaled_adapter
+from trainer.model.saved_adapter import scale_adapter, scaled_adapter
+from trainer.parallel.engine.optimizer import planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
-from trainer.scu.fit import MIN_TEXTS, choose_held_out, fit
 
 MAX_AUTO_CACHE_BYTES = 2**30
+MIN_TEXTS, MOST_GROUPS, NEIGHBOURS = 64, 8, 8
 
 
 def start_steering(
@@ -48,6 +49,14 @@ def start_steering(
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
     return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
+
+
+def check_start(
+    steering: Steering, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
+) -> list[str]:
+    """Return warnings if the planned learning rates cannot reach the target; `bits` is the loss before `step`."""
+    ratio = config.lora.loraplus_lr_ratio or 1.0
+    return steering.check_target(bits, planned_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
 
 def build_divergence(
@@ -111,3 +120,41 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
     scale_adapter(model, fitted.factor)
     say(fitted.line(steering.law.target))
     return fitted.factor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The factor of the update, and K on held-out texts of the whole and of the scaled update."""
+
+    factor: float
+    kl_bits_before: float
+    kl_bits: float
+    texts: int
+
+    def line(self, target: float) -> str:
+        """Return a line for the console."""
+        found = f"scu.scale_to_target: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
+        if self.kl_bits_before <= target:
+            return f"{found}, within the target of {target:g}"
+        if self.factor == 1.0:
+            return f"{found}, above the target of {target:g} at every scale: the update is not scaled"
+        scaled = f"the update is scaled by {self.factor:.3f}, which reduces it to {self.kl_bits:.4f}"
+        return f"{found}, above the target of {target:g}: {scaled}"
+
+
+def choose_held_out(count: int) -> set[int]:
+    """Choose an eighth of the places of `count` texts, at most 64; none of fewer than 64."""
+    # Groups of neighbours, so that pieces of one document are rarely on both sides.
+    groups = min(count // MIN_TEXTS, MOST_GROUPS)
+    begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBOURS // 2 for group in range(groups)]
+    return {begin + place for begin in begins for place in range(NEIGHBOURS)}
+
+
+def fit(kl_bits: Callable[[float], float], target: float, texts: int) -> Fit:
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
+    low, high, found = 0.0, 1.0, {1.0: kl_bits(1.0)}
+    while found[1.0] > target and high - low > 1 / 256:
+        middle = (low + high) / 2
+        found[middle] = kl_bits(middle)
+        low, high = (middle, high) if found[middle] <= target else (low, middle)
+    return Fit(low or 1.0, found[1.0], found[low or 1.0], texts)

@@ -1,6 +1,7 @@
 """Build the model and its engine: base, adapter, fused operators, checkpointing, optimizer."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +14,31 @@ from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
+from trainer.monitor.console import Output
+from trainer.monitor.hooks import (
+    ExpertLoad,
+    FirstGradients,
+    History,
+    Hook,
+    Samples,
+    SkippedRecords,
+    SpikeWatch,
+    StartReport,
+)
+from trainer.monitor.profiler import StepProfiler
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
+from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.mamba import unadapted_lines
-from trainer.patches.update_guard import AdapterGuard
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -110,6 +123,10 @@ class Builder:
             self._task.check(engine, loss, varlen=decided.attention.value == VARLEN)
         return engine, loss
 
+    def schedule(self, engine: Engine, total_steps: int) -> Any:
+        """Build the schedule of the learning rate."""
+        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
+
     def step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         """Return the loss for training steps, which replays CUDA graphs if settings and model allow it."""
         mode, wanted = self._config.training.cuda_graphs, self._decided.cuda_graphs.value is not False
@@ -117,6 +134,33 @@ class Builder:
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
         return GraphedLoss.of(loss, model, mode, say, has_experts=has_experts) or loss
+
+    def hooks(
+        self, engine: Engine, steering: object | None, history: History, total_steps: int,
+        skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
+        *, alone: bool = True,
+    ) -> list[Hook]:  # fmt: skip
+        """Return the hooks of the steps on this rank, in the order of their calls.
+
+        `skipped` counts skipped records by source, `sample` generates samples at a step. A run that is not `alone`
+        shares its passes with others, and has only hooks for its own data and losses.
+        """
+        config, task, ranks, model = self._config, self._task, self._ranks, engine.module
+        spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
+        if not alone:
+            return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
+        profiled = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
+        hooks: list[Hook | None] = [
+            FirstGradients(model, finite=not engine.fp16_enabled()),
+            StartReport(say),
+            StepProfiler.for_run(*profiled, engine, steering),
+            ExpertLoad.for_model(model, compiled=config.training.torch_compile),
+        ]
+        if ranks.is_main:
+            hooks += [SkippedRecords(skipped), task.meter(model), *spikes]
+        if task.sample_every:
+            hooks.append(Samples(sample, task.sample_every, total_steps))
+        return [hook for hook in hooks if hook is not None]
 
     def _summary(self, model: Any) -> list[Any]:
         """Return a line on trained parameters, precision, ZeRO stage and devices, and a table of the adapted layers."""
@@ -166,9 +210,13 @@ class Builder:
 
     def _patches(self, shards: LayerShards | None) -> Wanted:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
-        decided = self._decided
+        config, decided = self._config, self._decided
         return Wanted(
-            config=self._config,
+            training=config.training,
+            backend=config.ops.backend,
+            has_adapter=config.adapter != "none",
+            rank_tokens=config.training.batch_size * config.dataset.max_length,
+            shares_sequences=config.parallel.sequence > 1,
             device=self._device,
             dtype=self._dtype,
             varlen=decided.attention.value == VARLEN,

@@ -1,6 +1,7 @@
 """Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -41,7 +42,7 @@ def join(
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
     """Form the process group and apply what is global to torch."""
-    check_ranks(config, ranks.world_size)
+    check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
     _join_process_group(config, ranks, lock, say)
     resolve_precision(config.training.precision, device)
@@ -63,8 +64,9 @@ def define_task(
 
 
 def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    world = meet(ranks, config, lock.token if lock is not None else "")
-    form_process_group(ranks, collective_timeout(config.training))
+    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
+    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
+    form_process_group(ranks, timeout)
     (say.show if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")

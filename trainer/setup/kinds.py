@@ -1,8 +1,9 @@
-"""What differs between kinds of models before a task exists, in preparation and commands; `kind_of` decides once."""
+"""What differs between kinds of models before a task exists; `kind_of` and `kind_of_adapter` alone decide."""
 
 from typing import Any
 
-from trainer.config import RunConfig
+from trainer.checkpoint.finished_run import FinishedRun
+from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import ImagePlanner
@@ -11,14 +12,13 @@ from trainer.model.base import empty_model
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import has_local_weights
 from trainer.setup.shown_data import show_images, show_text
-from trainer.setup.text_run import assume_planner, prepare_text_run, read_model_files
+from trainer.setup.text_run import assume_planner, find_task, prepare_text_run, read_model_files
+from trainer.tasks.images.files import DIFFUSERS
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 from trainer.tasks.images.prepare import prepare_image_run
 from trainer.tasks.images.task import ImageTask
-from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import PreferenceTask
-from trainer.tasks.reward import RewardTask
+from trainer.tasks.task import Task
 
 
 class LanguageKind:
@@ -30,10 +30,7 @@ class LanguageKind:
     assume_planner = staticmethod(assume_planner)
     show_data = staticmethod(show_text)
 
-    @staticmethod
-    def task(config: RunConfig) -> type[LanguageTask]:
-        """Return the class of the run's task."""
-        return {"preference": PreferenceTask, "reward": RewardTask}.get(config.task, LanguageTask)
+    task = staticmethod(find_task)
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
@@ -88,4 +85,23 @@ class ImageKind:
 
 def kind_of(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
     """Return the kind of a run's model, according to `task` or else to `base_model`."""
-    return ImageKind if is_pipeline(config) else LanguageKind
+    if config.task == "auto":
+        return ImageKind if is_pipeline(config.base_model, config.model) else LanguageKind
+    return ImageKind if config.task == "image" else LanguageKind
+
+
+def kind_of_adapter(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
+    """Return the kind of a finished run, whose base may be missing: see whether diffusers can load the adapter."""
+    return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
+
+
+def task_of(run: FinishedRun) -> type[Task]:
+    """Return the class of a finished run's task."""
+    return kind_of_adapter(run).task(run.config)
+
+
+def refuse_unsupported(run: FinishedRun, use: str) -> None:
+    """Raise UserError if `use`, a command or its option, has no meaning for the run's task."""
+    task = task_of(run)
+    if reason := task.unsupported.get(use):
+        raise UserError(f"{run.folder}: the adapter is of {task.title}, and {reason}")

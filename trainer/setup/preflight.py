@@ -13,13 +13,13 @@ import torch
 
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
+from trainer.checkpoint.identity import Resumption, plan_resumption
 from trainer.checkpoint.output_folder import check_free, check_place
-from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
-from trainer.contract.hub_patience import disable_retries_without_network
-from trainer.data.prepared import Prepared, count_samples, fit_max_length, has_images
+from trainer.data.prepared import Prepared, count_samples, has_images
+from trainer.data.sources import disable_retries_without_network
 from trainer.data.step_count import resolve_global_batch, step_warnings
 from trainer.model.eight_bit import check_card
 from trainer.model.integer_weights import check_torchao
@@ -109,14 +109,14 @@ def prepare_to_resume(
 ) -> tuple[Prepared, Resumption]:
     """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
     if world_size is not None:
-        check_ranks(config, world_size)
+        check_ranks(config.parallel.sequence, config.zero, world_size)
     check_place(config)
     if config.runs:
         each = [prepare_to_resume(run, world_size, report, to_train=to_train) for run in config.runs]
         return _join_prepared([found for found, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
-    config = fit_max_length(config, prepared.longest)
+    config = config.fit_max_length(prepared.longest)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
@@ -127,7 +127,7 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     from trainer.patches.installation import load_operators  # imports the operators
 
     report("building the operators, unless they are cached")
-    load_operators(config)
+    load_operators(config.ops.backend)
 
 
 def _uses_operators(config: RunConfig) -> bool:

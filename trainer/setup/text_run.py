@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import shown
+from trainer.config.needs import find_settings_of_other_tasks
 from trainer.data import DataStats, PreparedData, Samples, prepare_data
 from trainer.data.cache import reference_samples
 from trainer.data.conversations import find_chat_template
-from trainer.data.prepared import Prepared, fit_max_length
+from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import sample_prompts
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
@@ -36,8 +37,18 @@ from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
 from trainer.patches.packed_attention import check_shareable, check_supported
 from trainer.scu.law_settings import build_law
 from trainer.tasks.answer_metrics import AnswerMetrics, build_metric
-from trainer.tasks.images.prepare import refuse_image_settings
+from trainer.tasks.images.pipeline import INDEX
+from trainer.tasks.language import LanguageTask
 from trainer.tasks.lm_eval_scores import load_tasks
+from trainer.tasks.preference import PreferenceTask
+from trainer.tasks.reward import RewardTask
+
+TASKS = {"preference": PreferenceTask, "reward": RewardTask}
+
+
+def find_task(config: RunConfig) -> type[LanguageTask]:
+    """Return the class of the run's task."""
+    return TASKS.get(config.task, LanguageTask)
 
 
 def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Prepared | None) -> Prepared:
@@ -47,7 +58,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         files = read_model_files(config)
     refuse_image_settings(config)
     notes, given = files.notes, config
-    config = fit_max_length(given, files.longest)
+    config = given.fit_max_length(files.longest)
     if config is not given:
         notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
     elif files.longest is not None and given.dataset.max_length > files.longest:
@@ -62,17 +73,26 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     reference = load_reference(config, files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
-    data = tokenize(config, files, check=partial(check_pairs, config))
+    check = find_task(config).check_data
+    data = tokenize(config, files, check=lambda stats: check(config, stats))
     check_images(config, data.stats)
-    if config.task == "preference" and data.stats.margins:
-        notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
+    notes += tuple(check(config, data.stats))
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, files.tokenizer)
     return replace(files, data=data, notes=notes, reference=reference, sample_prompts=prompts)
 
 
-def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats], None]) -> PreparedData:
+def refuse_image_settings(config: RunConfig) -> None:
+    """Raise UserError for a setting of image models in a run on a language model."""
+    for setting in find_settings_of_other_tasks(config, "language" if config.task == "auto" else config.task):
+        raise UserError(
+            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
+            f"(no {INDEX} in it); remove it"
+        )
+
+
+def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats], object]) -> PreparedData:
     """Tokenize the data with the tokenizer and image processor of a model, or read it from the cache."""
     return prepare_data(
         config.dataset,
@@ -102,59 +122,6 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
             raise UserError(f"{name}={value}: does not work with images, which dataset has; set it to {possible[0]}")
 
 
-def check_pairs(config: RunConfig, stats: DataStats) -> None:
-    """Raise UserError if the data has pairs of answers and the task is another, or the reverse."""
-    wanted = config.task in ("preference", "reward")
-    if not wanted and stats.desirable + stats.undesirable:
-        raise UserError(
-            f"task={config.task}: dataset has answers labelled true or false, which is preference data; set task: "
-            "preference and preference.loss: kto, or, to learn every answer, the dataset.format of the records without "
-            "labels, such as prompt_completion or messages"
-        )
-    for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
-        if part.pairs and not wanted:
-            raise UserError(
-                f"task={config.task}: {label} has pairs of a chosen and a rejected answer, which is preference data; "
-                f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
-                "completion: chosen} with your names of these fields"
-            )
-        if part.pairs and wanted:
-            _check_labels(config, part, label)
-        if wanted and part.pairs < part.documents:
-            by_label = config.task == "preference" and "kto" in config.preference.loss
-            needed = "answers labelled true or false" if by_label else "pairs of a chosen and a rejected answer"
-            raise UserError(
-                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
-                f"{needed}; correct or remove them, or use task: language"
-            )
-
-
-def _check_labels(config: RunConfig, part: DataStats, label: str) -> None:
-    """Raise UserError unless answers have labels if and only if the loss is `kto`, and labels of both kinds."""
-    labelled, loss = part.desirable + part.undesirable, next(iter(config.preference.loss))
-    if config.task == "reward":
-        if labelled:
-            raise UserError(
-                f"task=reward: {labelled:,} records of {label} have one answer with a label, and a reward model learns "
-                "from pairs; use task: preference with preference.loss: kto"
-            )
-        return
-    if loss != "kto" and labelled:
-        raise UserError(
-            f"preference.loss={loss}: {labelled:,} records of {label} have one answer with a label, not a pair; use kto"
-        )
-    if loss == "kto" and labelled < part.pairs:
-        raise UserError(
-            f"preference.loss=kto: {part.pairs - labelled:,} of {part.pairs:,} records of {label} are pairs, not "
-            f"answers with a label; to use both answers of each pair set {label}.format: unpaired"
-        )
-    if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
-        only = "true" if part.desirable else "false"
-        raise UserError(
-            f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; give answers of both labels"
-        )
-
-
 def read_model_files(config: RunConfig) -> Prepared:
     """Read the model's configuration and tokenizer, and check its weights and layers. Raises UserError."""
     model_config = load_model_config(config.base_model, config.model)
@@ -179,12 +146,13 @@ def read_model_files(config: RunConfig) -> Prepared:
         check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
         check_integer_targets(empty, config.lora, config.training.qat)
-    notes += serving_notes(config, empty)
+    if config.adapter != "none":
+        notes += serving_notes(config.export.target, config.lora, config.model.added_tokens, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    images = load_image_reader(config, tokenizer, model_config)
+    images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
 
 
@@ -213,7 +181,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
 def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
     """Build a planner for a run that is not prepared; return it with notes on the assumptions."""
     model_config, note = read_model_config(config)
-    config = fit_max_length(config, context_length(model_config))
+    config = config.fit_max_length(context_length(model_config))
     prepared, why = Prepared(None, model_config, None), ""
     try:
         found = read_data(config)
@@ -233,9 +201,10 @@ def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[s
 def read_data(config: RunConfig) -> Prepared:
     """Read the tokenizer and the data of a run, without the checks of its model. Raises UserError."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
-    longest, images = context_length(model_config), load_image_reader(config, tokenizer, model_config)
+    images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
+    longest = context_length(model_config)
     files = Prepared(tokenizer, model_config, None, longest=longest, images=images)
-    return replace(files, data=tokenize(fit_max_length(config, longest), files))
+    return replace(files, data=tokenize(config.fit_max_length(longest), files))
 
 
 def _read_tokenizer(config: RunConfig) -> Any:

@@ -1,19 +1,20 @@
 """Causal language modeling."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.markup import escape
 
 from ops.head import LossKind
-from trainer.config import RunConfig
-from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
+from trainer.config import RunConfig, UserError
+from trainer.data import Batches, DataStats, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
 from trainer.data.image_parts import thumbnail
 from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
@@ -23,7 +24,7 @@ from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_id
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
 from trainer.model.image_reader import cache_features, image_inputs, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.monitor.metrics import read_metrics
+from trainer.monitor.metrics import Record
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -50,10 +51,15 @@ LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothin
 class LanguageTask(Task):
     """Language models; a sample is a text, a conversation or a pack of them."""
 
-    counted = "tokens"
+    title = "a language model"
+    counted = ("tokens", "target_tokens")
     pairs = False
     """Whether a document is a pair of answers."""
     peft_type = "CAUSAL_LM"
+    formats: ClassVar[tuple[str, ...]] = ("peft", "vllm", "sglang", "gguf-lora", "hf", "gguf", "ollama")
+    auto_class, pipeline_tag = "AutoModelForCausalLM", "text-generation"
+    """The class of transformers that loads the model, and its kind on the hub."""
+    predicts_time = True
 
     def __init__(
         self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
@@ -204,6 +210,14 @@ class LanguageTask(Task):
         engine.train()
         return replace(scores, values=scores.values | answers)
 
+    @staticmethod
+    def pair_loss(model: Any, config: RunConfig) -> Any:
+        """Return the loss of a finished run's pairs, with `measure_pairs`; for tasks that have pairs."""
+        raise NotImplementedError
+
+    def loss_metrics(self, loss: float) -> dict[str, float]:
+        return {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
+
     def meter(self, model: Any) -> MfuMeter | None:
         return MfuMeter.for_device(model, self._device, self._precision)
 
@@ -233,8 +247,33 @@ class LanguageTask(Task):
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
 
-    def card(self, run_dir: Path, name: str) -> str:
-        return model_card(self._config, run_dir, read_metrics(run_dir), name=name)
+    @classmethod
+    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+        loads = {"auto_class": cls.auto_class, "pipeline_tag": cls.pipeline_tag}
+        return model_card(config.model_dump(mode="json"), run_dir, records, name=name, **loads)
+
+    @classmethod
+    def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
+        """Raise UserError for data of another task; return warnings."""
+        if stats.desirable + stats.undesirable:
+            raise UserError(
+                f"task={config.task}: dataset has answers labelled true or false, which is preference data; set task: "
+                "preference and preference.loss: kto, or, to learn every answer, the dataset.format of the records "
+                "without labels, such as prompt_completion or messages"
+            )
+        for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
+            if part.pairs:
+                raise UserError(
+                    f"task={config.task}: {label} has pairs of a chosen and a rejected answer, which is preference "
+                    f"data; set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: "
+                    "prompt, completion: chosen} with your names of these fields"
+                )
+        return []
+
+    @classmethod
+    def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
+        """Raise UserError for data that `zerolora eval` cannot measure the finished run in `folder` on."""
+        cls.check_data(config, stats)
 
 
 def _show(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:

@@ -5,10 +5,12 @@ its adapter disabled: it takes a second forward pass without gradients, in each 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
-from trainer.config import UserError
-from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
-from trainer.data import Sample, Samples
+from trainer.config import RunConfig, UserError
+from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
+from trainer.data import DataStats, Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
@@ -43,6 +45,7 @@ MEASURED = (
 MEASURED_OF_TOKENS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
 reference in bits, if the reference is computed in the step from the head's input."""
+PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false"
 SEARCHED = 1000
 """Documents among which the report's examples of both labels are searched."""
 
@@ -81,6 +84,8 @@ class PreferenceLoss(TokenLoss):
 
     answers = 2
     """Documents of a row that are answers to its prompt."""
+    unit = "pairs"
+    """What `measure_pairs` has a column for."""
     keeps_adapter = False
     """Whether the cached reference is the model before training, with its adapter."""
 
@@ -171,6 +176,7 @@ class KtoLoss(PreferenceLoss):
     without a gradient.
     """
 
+    unit = "answers"
     answers = 1
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
@@ -252,10 +258,71 @@ def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
     return kept + beyond * (1.0 - kept)
 
 
+def check_answers(
+    config: RunConfig, stats: DataStats, needed: str, check_labels: Callable[[DataStats, str], None]
+) -> None:
+    """Raise UserError for records that are not what is `needed`; `check_labels` gets each part of the data."""
+    for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
+        if part.pairs:
+            check_labels(part, label)
+        if part.pairs < part.documents:
+            raise UserError(
+                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
+                f"{needed}; correct or remove them, or use task: language"
+            )
+
+
+def _check_labels(loss: str, part: DataStats, label: str) -> None:
+    """Raise UserError unless answers have labels if and only if the loss is `kto`, and labels of both kinds."""
+    labelled = part.desirable + part.undesirable
+    if loss != "kto" and labelled:
+        raise UserError(
+            f"preference.loss={loss}: {labelled:,} records of {label} have one answer with a label, not a pair; use kto"
+        )
+    if loss == "kto" and labelled < part.pairs:
+        raise UserError(
+            f"preference.loss=kto: {part.pairs - labelled:,} of {part.pairs:,} records of {label} are pairs, not "
+            f"answers with a label; to use both answers of each pair set {label}.format: unpaired"
+        )
+    if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
+        only = "true" if part.desirable else "false"
+        raise UserError(
+            f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; give answers of both labels"
+        )
+
+
 class PreferenceTask(LanguageTask):
     """Language models trained on pairs; a sample is a pair, or a pack of pairs."""
 
     pairs = True
+    predicts_time = False
+
+    @classmethod
+    def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
+        loss = next(iter(config.preference.loss))
+        check_answers(config, stats, LABELLED if loss == "kto" else PAIRS, partial(_check_labels, loss))
+        if stats.margins:
+            return [f"warning: dataset: {stats.margins:,} pairs have a margin, which only task: reward uses"]
+        return []
+
+    @classmethod
+    def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
+        """Raise UserError if the loss of a pair needs more than the model with and without its adapter."""
+        if not (stats.evaluation or stats).pairs:
+            return  # the texts or conversations of --data
+        cls.check_data(config, stats)
+        metrics = f"see eval/rewards in {folder}/metrics.jsonl, or pass texts or conversations with --data"
+        if config.preference.reference == "cached" and config.lora.adapter_path is not None:
+            problem = "its reference is the adapter that training began with, which the run does not keep"
+            raise UserError(f"{folder}: lora.adapter_path={config.lora.adapter_path}: {problem}; {metrics}")
+
+    @staticmethod
+    def pair_loss(model: Any, config: RunConfig) -> PreferenceLoss:
+        """Return the loss of pairs of a finished run, with the reference computed next to the model's scores."""
+        settings = config.preference
+        if settings.reference == "cached":
+            settings = settings.model_copy(update={"reference": "step"})
+        return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
         self._read_images(model)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config.preference_section import PreferenceSection
+from trainer.config.task_sections import PreferenceSection
 
 
 @dataclass(frozen=True)

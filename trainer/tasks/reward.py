@@ -1,25 +1,30 @@
 """Reward models: a score per answer, trained on pairs of a chosen and a rejected answer (Bradley and Terry, 1952)."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from trainer.config.preference_section import RewardSection
+from trainer.config import RunConfig, UserError
+from trainer.config.task_sections import RewardSection
+from trainer.data import DataStats
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import MEASURED, Sums
+from trainer.tasks.preference import MEASURED, PAIRS, Sums, check_answers
 
 REWARDS = MEASURED[:4]
 
 
 class RewardLoss(TokenLoss):
     """The sum over pairs of -log sigmoid(r_chosen - r_rejected - margin); r is the score at an answer's last token."""
+
+    unit = "pairs"
+    """What `measure_pairs` has a column for."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
@@ -101,8 +106,36 @@ def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
 class RewardTask(LanguageTask):
     """Language models with a score head; a sample is a pair, or a pack of pairs."""
 
+    title = "a reward model"
     pairs = True
     peft_type = "SEQ_CLS"
+    formats = ("peft",)
+    auto_class, pipeline_tag = "AutoModelForSequenceClassification", "text-classification"
+    predicts_time = False
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "generate": "it scores answers and writes none; see the guide on preference training",
+        "serve": "serve is for models that write text; `zerolora merge` writes it for transformers",
+        "eval --tasks": "--tasks are for models that write text; evaluate without it",
+        "merge --scale": "--scale is for models that write text; merge without it",
+        "merge --quantize": "--quantize is for models that write text; merge without it",
+    }
+
+    @classmethod
+    def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
+        def check_labels(part: DataStats, label: str) -> None:
+            if labelled := part.desirable + part.undesirable:
+                raise UserError(
+                    f"task=reward: {labelled:,} records of {label} have one answer with a label, and a reward model "
+                    "learns from pairs; use task: preference with preference.loss: kto"
+                )
+
+        check_answers(config, stats, PAIRS, check_labels)
+        return []
+
+    @staticmethod
+    def pair_loss(model: Any, config: RunConfig) -> RewardLoss:
+        """Return the loss of pairs of a finished run."""
+        return RewardLoss(model, config.reward)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the base model with a score head."""

@@ -3,12 +3,14 @@
 Language models predict the next token (language.py); image models predict the noise in latents (images/task.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from trainer.config import RunConfig
+from trainer.monitor.metrics import Record
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.tasks.lm_eval_scores import Scores
@@ -19,7 +21,7 @@ class Batch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Size of the batch in the unit of `Task.counted`."""
+        """Size of the batch in the first unit of `Task.counted`."""
 
     @property
     def target_count(self) -> int:
@@ -58,10 +60,20 @@ class StepLoss(Protocol):
 class Task(Protocol):
     """A kind of model, in one run on one rank."""
 
-    counted: ClassVar[str]
-    """Unit in which batches are counted: tokens or images."""
+    title: ClassVar[str]
+    """Such as "a language model"."""
+    counted: ClassVar[tuple[str, ...]]
+    """Units in which batches are counted: of everything (tokens or images), and of the targets if they differ."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
+    formats: ClassVar[tuple[str, ...]]
+    """Formats of `zerolora export`."""
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Commands that have no use for such an adapter, with what to do instead (trainer/setup/kinds.py)."""
+    predicts_time: ClassVar[bool] = False
+    """Whether `zerolora estimate` predicts the time of a step."""
+    sample_every: int = 0
+    """Steps between samples during training; 0 for none."""
     flat_packs: bool = False
     """Whether packed sequences are one row without padding; known after `check`."""
 
@@ -99,6 +111,10 @@ class Task(Protocol):
         """Return the scores of the `evaluation` section, with `base` those of the base model; a collective call."""
         return Scores({}, {}, set())
 
+    def loss_metrics(self, loss: float) -> dict[str, float]:
+        """Return metrics that follow from the held-out loss, where `StepLoss.values` has none."""
+        return {}
+
     def meter(self, model: Any) -> Any:
         """Return a meter of the model's FLOPs, or None if they or the GPU's peak are unknown."""
         return None
@@ -115,5 +131,9 @@ class Task(Protocol):
         The function may be called from a thread while training continues, this method may not.
         """
 
-    def card(self, run_dir: Path, name: str) -> str:
-        """Return the model card of the finished run."""
+    @classmethod
+    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+        """Return the model card of a finished run with these metrics.
+
+        `name` is the adapter's repository (owner/name) or the absolute path of its folder.
+        """

@@ -63,7 +63,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
     """Check settings, model, tokenizer and data files as a training start does, and whether the weights are here."""
-    from trainer.setup.early_checks import check_early
+    from trainer.checkpoint.output_folder import check_early
     from trainer.setup.kinds import kind_of
     from trainer.setup.preflight import check_settings
 
@@ -75,13 +75,13 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
         kind.read_files(config)
         is_here = kind.has_weights(config)
     except UserError as error:
-        yield Check("run", "FAIL", str(error), "as in the message; zerolora download gets a model elsewhere")
+        yield Check("run", "FAIL", str(error), "as in the message; `hf download` gets a model elsewhere")
         return
     yield Check("run", "OK", f"its settings, {model} and its data can be used")
     if not is_here:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
         found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "downloaded at the start"
-        yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"zerolora download {model}")
+        yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:

@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         print(MARK + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
-    reports = gather_objects(build_report(ranks, config or ANY_RUN))
+    reports = gather_objects(build_report(ranks, (config or ANY_RUN).model_dump_json()))
     hosts = list(dict.fromkeys(report.host for report in reports))
     findings = [Check("ranks", "OK", f"{ranks.world_size} ranks on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]

@@ -30,7 +30,3 @@ def _write(runs: list[Path], output: Path | None) -> Path:
     if output is not None:
         raise UserError(f"--output {output}: is for the page of several runs; that of one is RUN/report.html")
     return write_report(runs[0])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

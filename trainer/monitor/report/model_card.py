@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.charts import render
 from trainer.monitor.report.curves import HeldOut, find_unit
@@ -60,52 +59,53 @@ def python_path(name: str, *, uploaded: bool = False) -> str:
     return f'"path/to/{path.name}"'
 
 
-def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
+def model_card(
+    settings: dict[str, Any], run_dir: Path, records: list[Record], *, name: str, auto_class: str, pipeline_tag: str
+) -> str:
     """Return the text of the card: base model, data, training settings, results, and how to load the adapter.
 
-    `name` is the adapter's repository (owner/name) or the absolute path of its folder.
+    `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
+    its folder, `auto_class` the class of transformers that loads the model, `pipeline_tag` its kind on the hub.
     """
-    base = public_name(config.base_model)
-    groups = dict(summary_rows(records, config.model_dump(mode="json"), read_run(run_dir))) if records else {}
-    sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
-    held_out = config.dataset.evaluation.path if config.dataset.evaluation else None
+    base, data = public_name(settings["base_model"]), settings["dataset"]
+    groups = dict(summary_rows(records, settings, read_run(run_dir))) if records else {}
+    sources = [source["path"] for source in data["mix"] or (data,) if source["path"]]
+    held_out = data["evaluation"]["path"] if data["evaluation"] else None
     # Rows that contain a path or a command line are rewritten here or left out.
     about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     uploaded = not Path(name).is_absolute()
-    is_reward = config.task == "reward"
     return render(
         "card.md.jinja",
-        front=_front_matter(config, base, sources),
+        front=_front_matter(settings["adapter"], base, sources, pipeline_tag),
         ours=OURS,
         title=name.rpartition("/")[2],
-        kind="QLoRA" if config.adapter == "qlora" else "LoRA",
+        kind="QLoRA" if settings["adapter"] == "qlora" else "LoRA",
         base=f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base,
         held_out=HeldOut.from_records(records),
         unit=find_unit(records).loss,
-        config=config,
-        is_reward=is_reward,
-        auto="AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM",
+        config=settings,
+        has_score=auto_class.endswith("SequenceClassification"),
+        auto=auto_class,
         adapter=f'"{name}"' if uploaded else python_path(name),
-        base_path=python_path(config.base_model, uploaded=uploaded),
+        base_path=python_path(settings["base_model"], uploaded=uploaded),
         tables=[
-            ("Training", [*about, *groups.get("Training", []), ("seed", str(config.seed))]),
+            ("Training", [*about, *groups.get("Training", []), ("seed", str(settings["seed"]))]),
             ("Results", groups.get("Results", [])),
             ("Made with", ran_on),
         ],
     )
 
 
-def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
-    kind = "text-classification" if config.task == "reward" else "text-generation"
-    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": kind}
+def _front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:
+    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": pipeline_tag}
     # The hub rejects a card with a base model that cannot be on the hub.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]
     if datasets:
         data["datasets"] = datasets
-    data["tags"] = ["lora", *(["qlora"] if config.adapter == "qlora" else []), "transformers", "zerolora"]
+    data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]
     return yaml.safe_dump(data, sort_keys=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from trainer.config import RunConfig, UserError
+from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
@@ -100,16 +100,16 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def end_summary(
-    run_dir: Path, config: RunConfig, report: Path | None, before: float | None, after: float | None
+    run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
     """Return the change of the held-out loss, the output paths, and commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-    lines.append(_row("model" if config.adapter == "none" else "adapter", str(run_dir)))
+    lines.append(_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
     if report is not None:
         lines.append(_row("report", str(report)))
-    commands = next_commands(str(run_dir), config.model_dump(mode="json"))
+    commands = next_commands(str(run_dir), settings)
     return lines + [_row(name, command) for name, command in commands]
 
 

@@ -1,16 +1,22 @@
 """The optimizer and its schedule: trainer/config/optimizers.yaml, LoRA+ groups, transformers' schedules."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 
 from trainer.config import OPTIMIZERS, LoraSection, TrainingSection, UserError
+from trainer.contract.known_versions import require
 from trainer.data.step_count import warmup_steps
-from trainer.parallel.engine.averaged_weights import AVERAGES
 from trainer.parallel.engine.flat_adapter import FLAT, UP
 from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.protocol import Engine
+
+AVERAGES = "train_mode"
+"""Key of the parameter groups of schedulefree's optimizers: whether weights are those of the gradients."""
+COUNTED = ("k", "weight_sum", "lr_max")
 
 
 def build_optimizer(
@@ -96,3 +102,46 @@ def planned_rates(schedule: Any, total_steps: int) -> list[float]:
 def has_moved(schedule: Any) -> bool:
     """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
     return sum(planned_rates(schedule, schedule.last_epoch)) > 0
+
+
+@contextmanager
+def averaged_weights(engine: Engine) -> Iterator[None]:
+    """Give the model its averaged weights within the block, if the optimizer has any; a collective call.
+
+    Afterwards the weights are the same bits as before.
+    """
+    optimizer: Any = engine.basic_optimizer
+    groups = optimizer.param_groups
+    if not groups[0].get(AVERAGES):
+        yield
+        return
+    masters = [parameter for group in groups for parameter in group["params"]]
+    kept = [master.detach().clone() for master in masters]
+    _wait_for_copies()
+    optimizer.eval()
+    _refresh_model(engine)
+    try:
+        yield
+    finally:
+        _wait_for_copies()
+        for master, values in zip(masters, kept, strict=True):
+            master.data.copy_(values)
+        for group in groups:
+            group[AVERAGES] = True
+        _refresh_model(engine)
+
+
+def _wait_for_copies() -> None:
+    """Wait for copies of a checkpoint, which another stream may still be making of the weights."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _refresh_model(engine: Engine) -> None:
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage():
+        require(optimizer, "update_lp_params", "deepspeed")()
+    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model has the master weights themselves
+        with torch.no_grad():
+            for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                torch._foreach_copy_(low, high)

@@ -17,8 +17,8 @@ import xxhash
 
 from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
-from trainer.parallel.engine.averaged_weights import AVERAGES, COUNTED
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
+from trainer.parallel.engine.optimizer import AVERAGES, COUNTED
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
 

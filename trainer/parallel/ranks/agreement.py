@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.config import RunConfig, UserError, collective_timeout
+from trainer.config import UserError
 from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import installed_version, package_versions
@@ -70,23 +70,22 @@ class World:
     hosts: int = 1
 
 
-def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
+def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
     """Compare all ranks; every rank must call it before the process group is formed.
 
-    `token` on rank 0 is that of its lock in the output folder, which every rank must see there. Raises UserError on
-    every rank with the hosts that differ, and TimeoutError if a rank does not arrive within `training.timeout_minutes`,
-    or the time that the watchdog needs if that is longer.
+    `settings` is the configuration as JSON. `token` on rank 0 is that of its lock in `run_dir`, which every rank must
+    see there. Raises UserError on every rank with the hosts that differ, and TimeoutError if a rank does not arrive
+    within `timeout_minutes`.
     """
-    report = build_report(ranks, config)
+    report = build_report(ranks, settings)
     if ranks.world_size == 1:
         return World(summary([report]), None)
     with phase(WAITING_PHASE):
         find_meeting_point(ranks)  # below mpirun the ranks wait for each other there
-        return _meet(ranks, config, report, token)
+        return _meet(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
-def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
-    patience = timedelta(minutes=collective_timeout(config.training))
+def _meet(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, token: str) -> World:
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
@@ -97,8 +96,8 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     if ranks.is_main:
         exchange.set("folder", token)
     token = exchange.get("folder").decode()
-    report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(Path(config.output_dir), token))
-    answer = _exchange(exchange, ranks, report, patience, config.output_dir)
+    report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(run_dir, token))
+    answer = _exchange(exchange, ranks, report, patience, str(run_dir))
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store, int(answer["hosts"]))
@@ -131,8 +130,8 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
     return decision
 
 
-def build_report(ranks: Ranks, config: RunConfig) -> Report:
-    """Return this rank's report."""
+def build_report(ranks: Ranks, settings: str) -> Report:
+    """Return this rank's report; `settings` is the configuration as JSON."""
     device, device_id = "cpu", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
@@ -140,7 +139,7 @@ def build_report(ranks: Ranks, config: RunConfig) -> Report:
     values = {"python": platform.python_version()} | package_versions()
     values["cuda"] = str(torch.version.cuda)
     values["code"] = code_version()
-    values["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    values["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
     return Report(ranks.rank, host_name(), device, device_id, values)
 
 

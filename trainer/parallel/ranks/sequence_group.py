@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import RunConfig, UserError
+from trainer.config import UserError, ZeroSection
 from trainer.data.batches import SequencePart
 from trainer.parallel.ranks.group import Ranks, list_groups
 
 
-def check_ranks(config: RunConfig, world_size: int) -> None:
+def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
     """Raise UserError unless the ranks can be divided into the groups that share sequences or the frozen base."""
-    if world_size % (size := config.parallel.sequence):
+    if world_size % size:
         divisors = [each for each in range(1, world_size + 1) if world_size % each == 0]
         raise UserError(
             f"parallel.sequence={size}: does not divide the {world_size} rank{'s' * (world_size > 1)} of this run; "
             f"use {' or '.join(map(str, divisors))}, or another number of ranks"
         )
-    if config.zero.stage == 3:
-        list_groups(config.zero.shard_within, [""] * world_size)
+    if zero.stage == 3:
+        list_groups(zero.shard_within, [""] * world_size)
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:

@@ -25,7 +25,7 @@ import torch.distributed
 from trainer.config import FIRST_STEP_FACTOR
 from trainer.config.errors import printable
 from trainer.contract.exit_codes import EXIT_FAILED
-from trainer.contract.heartbeat import BUILD_LOCK, Folder, Hang, Heartbeat
+from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Folder, Hang, Heartbeat
 from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
@@ -42,7 +42,6 @@ from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
 # Another process is building; the launcher removes the lock of one that was killed.
 BUILD_PATIENCE_S = 600.0
-STACK_MARK = "Python stack of rank"
 STOPPED_OR_LOST = "it is stopped, or its host is down"
 
 

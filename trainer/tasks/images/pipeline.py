@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field
 
-from trainer.config import ImageSection, ModelSection, RunConfig, UserError
+from trainer.config import ImageSection, ModelSection, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.config.yaml_core import plain, read_yaml
-from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data.built_folder import load_or_build
+from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
@@ -60,14 +60,11 @@ def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
     return shape, shape.settings | {key: plain(value) for key, value in values.items()}
 
 
-def is_pipeline(config: RunConfig) -> bool:
-    """Return whether the run's model is an image pipeline, according to `task` or else to `base_model`."""
-    if config.task != "auto":
-        return config.task == "image"
-    name = config.base_model
+def is_pipeline(name: str, section: ModelSection) -> bool:
+    """Return whether a model is an image pipeline, as far as can be seen without the network."""
     if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
-    return not Path(name).exists() and _cached(name, config.model, INDEX) is not None
+    return not Path(name).exists() and _cached(name, section, INDEX) is not None
 
 
 @dataclass(frozen=True)

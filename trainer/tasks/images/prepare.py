@@ -4,28 +4,13 @@ from collections.abc import Callable, Iterator
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
-from trainer.config.needs import Unread, find_unread_settings
+from trainer.config.needs import find_settings_of_other_tasks
 from trainer.data.prepared import Prepared
 from trainer.model.targets import check_targets
 from trainer.tasks.images.data import prepare_images
 from trainer.tasks.images.model import ImageModel, check_weights
-from trainer.tasks.images.pipeline import INDEX, Pipeline, read_pipeline
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.sizes import check_sizes
-
-
-def refuse_image_settings(config: RunConfig) -> None:
-    """Raise UserError for a setting of image models in a run on a language model."""
-    for setting in _find_unused_settings(config, "language" if config.task == "auto" else config.task):
-        raise UserError(
-            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
-            f"(no {INDEX} in it); remove it"
-        )
-
-
-def _find_unused_settings(config: RunConfig, task: str) -> Iterator[Unread]:
-    for setting in find_unread_settings(config.model_copy(update={"task": task})):
-        if setting.need.switch == "task" and not setting.is_default:
-            yield setting
 
 
 def prepare_image_run(config: RunConfig, tell: Callable[[str], None], files: object = None) -> Prepared:
@@ -53,7 +38,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
-    for setting in _find_unused_settings(config, "image"):
+    for setting in find_settings_of_other_tasks(config, "image"):
         yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
         yield (

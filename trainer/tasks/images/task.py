@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from trainer.config import ImageSection, RunConfig
 from trainer.contract.known_versions import require
 from trainer.data.prepared import Prepared
-from trainer.monitor.metrics import read_metrics
+from trainer.monitor.metrics import Record
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
@@ -21,7 +21,7 @@ from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.files import write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
-from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
@@ -30,15 +30,24 @@ Say = Callable[[str], None]
 class ImageTask(Task):
     """Pipelines of diffusers; a sample is an image with its caption."""
 
-    counted = "images"
+    title = "an image model"
+    counted = ("images",)
     peft_type = None
+    formats = ("peft", "kohya", "hf")
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "generate": "images are generated with diffusers; see its README.md",
+        "serve": "serve is for models that write text; zerolora export writes it for diffusers and ComfyUI",
+        "eval": "its held-out loss is in metrics.jsonl",
+        "merge --quantize": "--quantize is for language models; merge without it",
+        "merge --dtype=stored": "--dtype=stored is for language models; merge without it",
+    }
 
     def __init__(
         self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
         """`config` must have every `auto` resolved."""
         self._config, self._ranks, self._device, self._say = config, ranks, device, say
-        self._dtype = DTYPES[precision]
+        self._dtype, self.sample_every = DTYPES[precision], config.image.sample_every or 0
         self._pipeline: Pipeline = prepared.model_config
         self._data: PreparedImages = prepared.data
         self._objective = Objective(self._pipeline, config.image)
@@ -115,8 +124,9 @@ class ImageTask(Task):
         """Return a writer of the adapter in diffusers' format."""
         return write_for_diffusers
 
-    def card(self, run_dir: Path, name: str) -> str:
-        return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
+    @classmethod
+    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+        return image_card(config, read_pipeline(config.base_model, config.model), records, name)
 
 
 @torch.no_grad()

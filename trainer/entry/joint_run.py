@@ -26,13 +26,11 @@ from trainer.data.batches import MicroBatch, merge_batches
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
-from trainer.memory.oom_recovery import Recovery
 from trainer.memory.planner import apply_changes, combine_adapters
 from trainer.memory.preflight import plan_memory
-from trainer.model.adapter import GradientCheck
 from trainer.monitor.console import Output
 from trainer.monitor.display import Display
-from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.monitor.hooks import FinishedStep, FirstGradients, Hook, StartReport
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
@@ -45,7 +43,6 @@ from trainer.run import Run
 from trainer.setup.build import Builder
 from trainer.setup.joining import define_task, join_ranks
 from trainer.setup.kinds import kind_of
-from trainer.setup.step_hooks import FirstGradients, StartReport
 from trainer.step import NONFINITE, StepInFlight
 
 SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
@@ -107,9 +104,10 @@ class JointRun:
         self._join()
         for run in self.runs:
             run.find_checkpoint()
-        lead = self.runs[0]
+        lead, own_builder = self.runs[0], self.runs[0].builder
         lead.builder = self._builder
         engine = lead._start_engine(lead._build_model())
+        lead.builder = own_builder
         self._engine, self._loss = engine, lead.loss
         assert self._builder.guard is not None and isinstance(self._loss, TokenLoss)
         self._guard = self._builder.guard
@@ -173,13 +171,14 @@ class JointRun:
             run.config = apply_changes(resolved, shared | {"zero": decided.zero})
             run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
             run.task, run.total_steps = define_task(run.config, run.config, run.prepared, ranks, precision, run.say)
+            run.builder = Builder(run.config, memory.decisions, run.task, ranks, device, precision)
         decided._runs = tuple(run.config for run in self.runs)
         self._builder = Builder(decided, memory.decisions, self.runs[0].task, ranks, device, precision)
 
     def _train_steps(self) -> None:
         hooks: list[Hook] = [StartReport(self.say)]
         if not any(member.run.loop.is_done for member in self._members):
-            hooks.append(FirstGradients(GradientCheck(self._engine.module, finite=False)))
+            hooks.append(FirstGradients(self._engine.module, finite=False))
         self._stop.training = True
         self._engine.train()
         try:
@@ -220,7 +219,7 @@ class JointRun:
         first = active[0].run
         for member in active:
             member.run.loop.before_step()
-        recovery = Recovery(first.config, self._ranks.world_size, kind_of(first.config).planner)
+        recovery = first.memory.recovery(self._ranks.world_size)
         step = first.position.step + 1
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
         for hook in hooks:

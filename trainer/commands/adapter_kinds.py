@@ -1,0 +1,134 @@
+"""What merge, export and push do with an adapter, by the kind of its model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
+from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
+from trainer.commands.export.merged import export_gguf
+from trainer.commands.merged_model import merge
+from trainer.config import UserError
+from trainer.model.integer_weights import Integers
+from trainer.model.saved_adapter import load_adapter, scale_adapter
+from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.monitor.report.sample_images import SAMPLES
+from trainer.parallel.engine.deepspeed_engine import DTYPES
+from trainer.setup.kinds import ImageKind, LanguageKind, kind_of_adapter
+from trainer.setup.text_run import find_task
+from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
+from trainer.tasks.images.model import load_image_model
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
+
+KOHYA = "lora.safetensors"
+
+
+class TextAdapter:
+    """An adapter of a language model."""
+
+    @staticmethod
+    def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: Integers | None) -> str:
+        """Write the merged model; return what to print."""
+        merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
+        auto = find_task(run.config).auto_class
+        return f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})"
+
+    @staticmethod
+    def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+        """Write the adapter in one of the formats of its task; return what to print."""
+        if form in ADAPTER_FORMS:
+            return export_adapter(run, form, output)
+        if form == "hf":
+            merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
+            return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
+        return export_gguf(run, form, output, dtype=dtype)
+
+    @staticmethod
+    def copy_companions(run: FinishedRun, folder: Path) -> None:
+        """Write the files that an uploaded adapter needs into `folder`."""
+        write_files(tokenizer_files(saved_tokenizer(run)), folder)
+
+
+class ImageAdapter:
+    """An adapter of an image model."""
+
+    @staticmethod
+    def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
+        merge_images(run, output, dtype=dtype, scale=scale)
+        return f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})"
+
+    @staticmethod
+    def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+        """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`)."""
+        pipeline = _pipeline(run)
+        if form == "hf":
+            merge_images(run, output, dtype="auto", scale=1.0)
+            return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
+        with temporary_output(output) as folder:
+            if form == "kohya":
+                save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
+            else:
+                for name in (*ADAPTER, DIFFUSERS):
+                    shutil.copyfile(run.folder / name, folder / name)
+            move_into_place(folder, output)
+        if form == "kohya":
+            return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
+        return [f"pipeline.load_lora_weights({str(output)!r})"]
+
+    @staticmethod
+    def copy_companions(run: FinishedRun, folder: Path) -> None:
+        """Copy the adapter in diffusers' format and the final sample images."""
+        shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
+        for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
+            (folder / SAMPLES).mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / SAMPLES / file.name)
+
+
+def _pipeline(run: FinishedRun) -> Pipeline:
+    return read_pipeline(run.config.base_model, run.config.model)
+
+
+def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
+    """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
+
+    Raises UserError if `output` is not empty, or the base is random.
+    """
+    check_output(output)
+    pipeline = _pipeline(run)
+    if pipeline.folder is None:
+        raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
+    model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
+    adapted = load_adapter(model, str(run.folder), in_32_bits=True)
+    scale_adapter(adapted, scale)
+    merged: Any = adapted.merge_and_unload()
+    denoiser = pipeline.family.denoiser
+    kept = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
+    with temporary_output(output) as folder:
+        for path in pipeline.folder.iterdir():
+            if path.is_dir() and path.name != denoiser:
+                shutil.copytree(path, folder / path.name)
+        shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
+        merged.denoiser.to(kept).save_pretrained(folder / denoiser, safe_serialization=True)
+        move_into_place(folder, output)
+    return output
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    from safetensors import safe_open
+
+    file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))
+    with safe_open(str(file), framework="pt") as handle:
+        found: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
+    return found
+
+
+KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: TextAdapter, ImageKind: ImageAdapter}
+
+
+def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
+    """Return the kind of a finished run's adapter."""
+    return KINDS[kind_of_adapter(run)]

@@ -1,0 +1,251 @@
+"""Merge base and adapter into one model that needs neither PEFT nor zerolora.
+
+Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
+precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
+published in MXFP4 (gpt-oss) is quantized to it again, and the error is printed. An FP8 base is dequantized to the
+requested dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored to its own format again.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    attach_adapter,
+    default_device,
+    load_full_base,
+    saved_tokenizer,
+)
+from trainer.checkpoint.identity import ALLOW
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
+from trainer.commands.integers import IntegerMerge
+from trainer.config import RunConfig, UserError
+from trainer.model import mxfp4
+from trainer.model.base import load_model_config
+from trainer.model.integer_weights import Integers
+from trainer.model.model_kind import is_mxfp4
+from trainer.model.saved_adapter import check_separate_weights, scale_adapter
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_fp8 import Fp8Form
+from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
+from trainer.model.stored_settings import kept_form
+from trainer.model.tensor_files import SafetensorsFiles
+from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.monitor.report.recorded import read_run
+from trainer.parallel.engine.deepspeed_engine import DTYPES
+
+SHARD_SIZE = "5GB"
+
+
+def merge(
+    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+) -> Path:
+    """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
+
+    `dtype` `stored`: in the 4-bit format of the base.
+    `scale`: factor of the adapter's update.
+    `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
+
+    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if its disk is too
+    full, or the files differ from memory or are not finite.
+    """
+    check_output(output)
+    merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
+    with temporary_output(output) as folder:
+        save_merged(folder, *merged)
+        move_into_place(folder, output)
+    return output
+
+
+def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
+    """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
+
+    Raises UserError if the base is in MXFP4, or a library is missing.
+    """
+    if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
+        raise UserError(f"--quantize={kind}: the base is stored in MXFP4 and stays so; merge without it")
+    trained_for = run.config.training.qat
+    if trained_for != kind:
+        how = "not trained for integers" if trained_for is None else f"trained for {trained_for}"
+        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more", file=sys.stderr)
+    if dtype == "auto":
+        dtype = read_run(run.run_dir).get("precision") or "auto"
+    return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
+
+
+def build_merged(
+    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+) -> tuple[Any, Any, dict[str, Tensor] | None]:
+    """Return the merged model on the CPU, its tokenizer, and the state dict to save if not the model's own.
+
+    Raises UserError if the base is not in full precision.
+    """
+    tokenizer = saved_tokenizer(run)
+    integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
+    wanted = _merged_dtype(run, dtype)  # refuses a quantized base
+    wanted = wanted if integers is None else integers.dtype
+    base = load_full_base(run, wanted)
+    types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
+    # With an adapter in 32 bits only the sum is rounded.
+    adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
+    scale_adapter(adapted, scale)
+    _untie_head(adapted)
+    check_separate_weights(adapted, "merge")
+    if integers is not None:
+        integers.round(adapted)
+    model = adapted.merge_and_unload()
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if each.is_floating_point():
+            each.data = each.data.to(types.get(name, wanted))
+    model.config.use_cache = True  # training switched it off
+    if integers is not None:
+        return model, tokenizer, integers.build_state_dict(model)
+    if dtype == "stored":
+        return model, tokenizer, requantize_four_bit(model, run.config)
+    return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
+
+
+def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
+    """Write what `build_merged` returned and verify the weights; raises RuntimeError if they differ."""
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
+    write_files(tokenizer_files(tokenizer), folder)
+    check_saved(model, folder, values)
+
+
+def _untie_head(adapted: Any) -> None:
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import TrainableTokensWrapper
+
+    base = adapted.get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if not base.config.tie_word_embeddings or not any(
+        isinstance(layer, LoraLayer | ModulesToSaveWrapper) for layer in (head, embedding)
+    ):
+        return
+    original = head.original_module if isinstance(head, ModulesToSaveWrapper | TrainableTokensWrapper) else head
+    original = original.get_base_layer() if isinstance(original, LoraLayer) else original
+    original.weight = nn.Parameter(original.weight.detach().clone(), requires_grad=False)
+    base.config.tie_word_embeddings = False
+    base.all_tied_weights_keys = {}
+
+
+def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
+    """Return the dtype of the merged model; `auto` is what the base is stored in, fp32 if not configured.
+
+    Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
+    """
+    config = load_model_config(run.config.base_model, run.config.model)
+    kept = kept_form(config)
+    if dtype == "stored" and not isinstance(kept, FourBitForm):
+        raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
+    if isinstance(kept, Fp8Form) and dtype == "auto":
+        raise UserError(
+            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; pass "
+            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
+        )
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and kept is None:
+        raise UserError(
+            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; pass the "
+            f"original model with --base-model and {ALLOW}"
+        )
+    if dtype not in ("auto", "stored"):
+        return DTYPES[dtype]
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    return stored if stored in DTYPES.values() else torch.bfloat16
+
+
+def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
+
+    `values` is the saved state dict, if not the model's own.
+    """
+    expected = model.state_dict() if values is None else values
+    stored_elements = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as handle:
+            for name in handle.keys():
+                value = handle.get_tensor(name)
+                stored_elements += value.numel()
+                if value.is_floating_point() and not torch.isfinite(value.float()).all():
+                    raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
+                # transformers stores some layers (experts) under other names than in memory.
+                if name in expected and not torch.equal(value, expected[name]):
+                    raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    if values is not None:
+        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
+    if stored_elements < elements:
+        raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
+
+
+def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
+    """Return the merged state dict in MXFP4 and set `quantization_config`; None if the base is not in MXFP4.
+
+    Prints the rounding error next to the change by the adapter, as root mean squares over all experts.
+    """
+    stored_config = load_model_config(config.base_model, config.model)
+    if not is_mxfp4(stored_config):
+        return None
+    files = SafetensorsFiles(config.base_model, config.model)
+    values: dict[str, Tensor] = dict(model.state_dict())
+    size = changed = lost = 0.0
+    for name, stored in stored_layout(model, files, config.base_model).items():
+        if not stored.is_mxfp4:
+            continue
+        merged = values.pop(name)
+        parts: dict[str, list[Tensor]] = {BLOCKS: [], SCALES: []}
+        for index in range(len(merged)):
+            blocks, scales = (files.read(stored.names[part][0], index)[0] for part in (BLOCKS, SCALES))
+            base = mxfp4.dequantized(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
+            wanted = merged[index].t().float()
+            after = mxfp4.quantized(wanted) if not torch.equal(wanted, base) else (blocks, scales)
+            written = mxfp4.dequantized(*after, torch.float32).view_as(wanted)
+            size += float(wanted.square().sum())
+            changed += float((wanted - base).square().sum())
+            lost += float((written - wanted).square().sum())
+            for part, value in zip((BLOCKS, SCALES), after, strict=True):
+                parts[part].append(value)
+        values |= {name + part: torch.stack(each) for part, each in parts.items()}
+    model.config.quantization_config = stored_config.quantization_config
+    print(_describe_error("experts", "MXFP4", changed, lost, size), file=sys.stderr)
+    return values
+
+
+def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
+    """Return the merged state dict in the 4-bit format of the base, with its scales; set `quantization_config`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored_config = load_model_config(config.base_model, config.model)
+    form = four_bit_form(stored_config)
+    assert isinstance(form, FourBitForm)
+    files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
+    values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
+    size = changed = lost = 0.0
+    for name in files.layouts:
+        merged, base = values.pop(name), files.read(name)
+        parts, written = files.requantize(name, merged.float())
+        values |= parts
+        size += float(merged.float().square().sum())
+        if not torch.equal(merged, base.to(merged.dtype)):
+            changed += float((merged.float() - base).square().sum())
+            lost += float((written - merged.float()).square().sum())
+    model.config.quantization_config = stored_config.quantization_config
+    print(_describe_error("linear layers", form.name, changed, lost, size), file=sys.stderr)
+    return values
+
+
+def _describe_error(what: str, form: str, changed: float, lost: float, size: float) -> str:
+    if not changed:
+        return f"{what}: unchanged, in {form}"
+    return (
+        f"{what}: requantized to {form}, as in the base: rounding changes the merged weights by "
+        f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
+        "them unrounded"
+    )
