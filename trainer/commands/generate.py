@@ -48,7 +48,7 @@ from trainer.patches.loss_head import to_device
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer while it is generated, without what a terminal would obey."""
+    """Print an answer while it is generated, without terminal control sequences."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

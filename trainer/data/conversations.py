@@ -219,7 +219,7 @@ class _Rendered:
             self.lost[LOST_END] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
-        """Replace the places of images by their tokens, which are not trained."""
+        """Replace image placeholders by the images' tokens, which are not trained."""
         edits, is_animated = reader.edits(self.text, images, self._where)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:

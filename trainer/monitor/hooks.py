@@ -18,7 +18,7 @@ class FinishedStep:
 
 
 class Hook:
-    """Does nothing; each hook overrides what it needs. All ranks call their hooks in one order, which may communicate.
+    """Does nothing; each hook overrides what it needs. All ranks call hooks in the same order, so they may communicate.
 
     Only `finish` is not called for a run that fails.
     """

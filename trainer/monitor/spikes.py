@@ -17,7 +17,7 @@ MAD_TO_STD = 1.4826
 
 
 class History(Protocol):
-    """What a run remembers of its losses, also when it is resumed."""
+    """The recent losses of a run, which checkpoints keep."""
 
     latest_losses: list[float]
     spikes: int

@@ -1,4 +1,4 @@
-"""Attention that a recomputed layer does not compute again: its output and log-sum-exp are kept.
+"""Keep the output and log-sum-exp of attention, so that a recomputed layer does not compute attention again.
 
 Both are results of one operator of torch below autograd, so any model's code can stay as it is: in the forward pass of
 a layer a dispatch mode keeps them, and in the recomputation another one returns them instead of calling the operator.
@@ -60,6 +60,6 @@ class _Return(TorchDispatchMode):
 
 
 def draws_in_attention(model: Any) -> bool:
-    """Return whether the model drops attention probabilities, for which the recomputation would draw other numbers."""
+    """Return whether the model has attention dropout, for which recomputation would draw another mask."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

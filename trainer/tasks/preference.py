@@ -64,7 +64,7 @@ class Sums:
         self.add(torch.stack(found), training=training)
 
     def take(self, *, training: bool) -> list[float]:
-        """Return and forget the sums over all ranks; empty if nothing was added. Every rank must call it."""
+        """Return and reset the sums over all ranks; empty if nothing was added. Every rank must call it."""
         sums = self._sums.pop(training, None)
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
@@ -129,7 +129,7 @@ class PreferenceLoss(TokenLoss):
         return scores, losses
 
     def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
-        """Add the metrics of the tokens of answers, without those of mismatched answers."""
+        """Add the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
         is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
         counted = is_answer[_own_targets(batch, measures[LOSS])].nonzero().squeeze(1)

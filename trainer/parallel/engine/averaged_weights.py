@@ -1,4 +1,4 @@
-"""The averaged weights of Schedule-Free, which are evaluated and saved instead of those that gradients are taken at."""
+"""The averaged weights of Schedule-Free, evaluated and saved instead of those at which gradients are computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
