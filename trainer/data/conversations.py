@@ -170,7 +170,7 @@ class _Rendered:
                     raise UserError(f"{self._where}: the chat template {problem}; write each as a turn of its own")
                 continue
             if role != "system":
-                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
             self.lost[LOST_SYSTEM] = None
 
     def _is_written(self, text: str, turn: int, marked: Spans) -> bool:
@@ -199,7 +199,7 @@ class _Rendered:
             elif blocks:
                 found = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
-                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
             self.spans += [(start, end, weight) for start, end in found if start < end]
         self.spans.sort()
 

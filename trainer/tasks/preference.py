@@ -40,7 +40,7 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
-MEASURED_OF_TOKENS = ("entropy", "kl_bits")
+TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
 reference in bits, if the reference is computed in the step from the head's input."""
 SEARCHED = 1000
@@ -160,7 +160,7 @@ class PreferenceLoss(TokenLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
-        of_tokens = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
+        of_tokens = self._tokens.take_averages(TOKEN_METRICS, training=training)
         return self._sums.take_averages(MEASURED, training=training) | of_tokens
 
 
@@ -196,7 +196,7 @@ class KtoLoss(PreferenceLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
-        found = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
+        found = self._tokens.take_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.take(training=training)):
             return found
         *totals, baseline, calls = sums
