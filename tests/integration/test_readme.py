@@ -12,6 +12,7 @@ from tests.tutorials import last_step
 
 MODEL = "Qwen/Qwen2.5-3B-Instruct"
 RECORDS = 60
+PATIENCE_S = 900
 # What differs from the README: fewer steps, and no hub or cluster.
 CHANGED = {
     "zerolora train my.yaml": " training.max_steps=4",
@@ -47,6 +48,7 @@ def test_what_is_left_out_is_tested_elsewhere() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_commands_of_the_readme_work_in_order(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (record,) = re.findall(r"^```json\n(.*)\n```", readme, re.MULTILINE)
@@ -55,7 +57,7 @@ def test_commands_of_the_readme_work_in_order(tmp_path: Path) -> None:
     commands = [command + CHANGED.get(command, "") for command in read_commands() if command not in ELSEWHERE]
     script = "\n".join(["set -ex", *commands]).replace(MODEL, "./model")
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+        ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert last_step(tmp_path / "runs" / "my") == 4
