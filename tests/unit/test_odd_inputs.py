@@ -137,7 +137,7 @@ def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -
 
 
 def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
-    assert "--schema: not together with --json-schema" in refuse("config", "--schema", "--json-schema")
+    assert "--schema: cannot be combined with --json-schema" in refuse("config", "--schema", "--json-schema")
 
 
 @pytest.mark.parametrize(

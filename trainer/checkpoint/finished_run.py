@@ -88,7 +88,7 @@ def find_run(
 def refuse_reward_model(run: FinishedRun, reason: str) -> None:
     """Raise UserError for a reward model, in commands for models that generate text."""
     if run.config.task == "reward":
-        raise UserError(f"{run.folder}: the adapter is of a reward model, and {reason}")
+        raise UserError(f"{run.folder}: the adapter belongs to a reward model, and {reason}")
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:

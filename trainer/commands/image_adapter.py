@@ -35,7 +35,7 @@ def is_image_run(run: FinishedRun) -> bool:
 def refuse_images(run: FinishedRun, reason: str) -> None:
     """Raise UserError for an image model, in commands for language models only."""
     if is_image_run(run):
-        raise UserError(f"{run.folder}: the adapter is of an image model, and {reason}")
+        raise UserError(f"{run.folder}: the adapter belongs to an image model, and {reason}")
 
 
 def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
