@@ -49,12 +49,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            help="Fit the file to the data and this many GPUs; default: those here, if model and data can be read."
-        ),
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to fit the file to; default: those here.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
@@ -103,7 +98,7 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
 
 def _can_be_read(model: str | None, data: str | None) -> bool:
     """Return whether the data is on this machine, and the model's configuration here or on the hub."""
-    from huggingface_hub import constants, get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, HTTPError
     from huggingface_hub.utils import build_hf_headers
 
@@ -114,9 +109,8 @@ def _can_be_read(model: str | None, data: str | None) -> bool:
     with suppress(HFValidationError, HTTPError, OSError):
         if isinstance(try_to_load_from_cache(model, MODEL_FILES[0]), str):
             return True
-        if not constants.HF_HUB_OFFLINE:
-            address = hf_hub_url(model, MODEL_FILES[0])
-            return bool(get_session().head(address, headers=build_hf_headers(), timeout=PATIENCE_S).status_code < 400)
+        address = hf_hub_url(model, MODEL_FILES[0])
+        return bool(get_session().head(address, headers=build_hf_headers(), timeout=PATIENCE_S).status_code < 400)
     return False
 
 
