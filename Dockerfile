@@ -19,6 +19,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts scripts
 RUN scripts/setup.sh && rm -rf /root/.cache/pip
 COPY --chown=ubuntu . .
+RUN python -m trainer.contract.bytecode
 RUN mkdir -p /cache && chown ubuntu /cache /zerolora
 USER ubuntu
 ENV HF_HOME=/cache/huggingface ZEROLORA_CACHE=/cache/zerolora TORCH_EXTENSIONS_DIR=/cache/operators TRITON_CACHE_DIR=/cache/triton

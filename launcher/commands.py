@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -221,4 +222,10 @@ def main() -> int:
 def _describe_usage_error(error: Any) -> str:
     option = getattr(error, "option_name", None)
     override = suggest_override(option) if option else None
+    names = {*getattr(getattr(error, "param", None), "opts", ())}
+    if names and "valid integer" in error.format_message():  # pydantic's message has no value
+        given = next(
+            (after for name, after in pairwise(" ".join(sys.argv).replace("=", " ").split()) if name in names), ""
+        )
+        return f"{' '.join([*names][:1])} {given}".strip() + ": must be a whole number"
     return f"{option}: settings are written without dashes: {override}" if override else error.format_message()

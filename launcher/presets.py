@@ -23,7 +23,7 @@ from trainer.contract.output_files import check_settings_file
 CONFIGS = HOME / "configs"
 # Name of a preset -> file in configs/.
 _SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
-    mixtral-8x7b scu-kl dpo kto reward sdxl sd3.5-medium flux-dev flux2-klein"""
+    mixtral-8x7b scu-kl dpo kto reward vision sdxl sd3.5-medium flux-dev flux2-klein"""
 PRESETS = {name: name for name in _SAME_NAMES.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip

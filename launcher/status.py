@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -135,6 +135,7 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
         file = run / "metrics.jsonl"
         damaged = not everything and file.is_file() and file.stat().st_size
         return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if damaged else "none yet")]
+    lines += _describe_shards(run)
     last, loss = records[-1], records[-1]["train/loss"]
     total, step = _total_steps(run, last), last["step"] or 0
     lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
@@ -169,6 +170,15 @@ def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
         return f"silent for {_duration(silent)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.where()}"
+
+
+def _describe_shards(run: Path) -> list[tuple[str, str]]:
+    """Return a line on which ranks share a copy of the base, for a run at ZeRO-3."""
+    with suppress(FileNotFoundError, UnreadableFile):
+        if read_value(run / "training_config.json", "zero.stage", Any) == 3:
+            within = read_value(run / "training_config.json", "zero.shard_within", Any)
+            return [("base", f"sharded by ZeRO-3, zero.shard_within={within}")]
+    return []
 
 
 def _duration(seconds: float) -> timedelta:

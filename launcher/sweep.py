@@ -1,6 +1,7 @@
 """`zerolora sweep`: train every combination of some settings, one by one, in parallel, or as a SLURM array."""
 
 import hashlib
+import json
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from launcher.submit import RESUME, expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
+from trainer.config.command_line import parse_override
 from trainer.config.messages import setting_type
 from trainer.config.values import kinds
 from trainer.contract.default_ranks import visible_gpus
@@ -60,6 +62,9 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit an array of jobs; further options go to `zerolora submit`.")
     ] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="Train as many runs on one base in one run as memory allows.")
+    ] = False,
     table: Annotated[bool, typer.Option("--table", help="Only show the results so far.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
 ) -> None:
@@ -81,22 +86,14 @@ def sweep(
             f"{submit_options[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm"
         )
     runs = plan_runs(config, axes, fixed, folder)
+    if together and (slurm or gpus_per_run is not None):
+        raise UserError("zerolora sweep --together: one run has all GPUs; remove --slurm or --gpus-per-run")
     if slurm:
-        tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
-        _report_finished(runs)
-        if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in submit_options):
-            submit_options += ["--array", ",".join(tasks)]
-        if not tasks and not dry_run:
-            become_module("trainer.commands.sweep_table", [str(folder)])
-        words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *submit_options]
-        if dry_run:
-            if tasks:
-                typer.echo(shlex.join(["zerolora", *words]))
-            return
-        record_runs(folder, runs)
-        say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
-        os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
+        _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
+        return
     gpus = visible_gpus()
+    if together:
+        runs = combine_runs(config, runs, fixed, folder, gpus, dry_run=dry_run)
     slots = split_gpus(gpus, gpus_per_run)
     if dry_run:
         for run in runs:
@@ -104,6 +101,27 @@ def sweep(
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
     become_module("trainer.commands.sweep_table", [str(folder)])
+
+
+def _submit_array(
+    config: Path, runs: list[Run], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
+    *, dry_run: bool,
+) -> None:  # fmt: skip
+    """Submit the unfinished runs as an array of jobs, with further options of `zerolora submit`."""
+    tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
+    _report_finished(runs)
+    if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
+        options += ["--array", ",".join(tasks)]
+    if not tasks and not dry_run:
+        become_module("trainer.commands.sweep_table", [str(folder)])
+    words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
+    if dry_run:
+        if tasks:
+            typer.echo(shlex.join(["zerolora", *words]))
+        return
+    record_runs(folder, runs)
+    say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -138,6 +156,48 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
             run.exit_code = 0 if earlier.exit_code == 0 or codes == {0} else None
         runs.append(run)
     return runs
+
+
+def combine_runs(
+    config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
+) -> list[Run]:
+    """Return runs with `adapters`, of equally many of these runs each, the fewest that fit a GPU by the estimate."""
+    waiting = [run for run in runs if run.exit_code is None]
+    if not dry_run:
+        record_runs(folder, runs)
+    if len(waiting) < 2:
+        return waiting
+    for parts in range(1, len(waiting) + 1):
+        size = -(-len(waiting) // parts)
+        words = _settings_together(waiting[:size], fixed, folder)
+        if not gpus or _fits(config, words, gpus[0]):
+            break
+    groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
+    say(f"{len(waiting)} runs as {len(groups)}, with up to {size} adapters each")
+    return [Run(_settings_together(group, fixed, folder), folder, "") for group in groups]
+
+
+def _settings_together(runs: Sequence[Run], fixed: Sequence[str], folder: Path) -> list[str]:
+    entries = []
+    for run in runs:
+        own = [
+            parse_override(text) for text in run.settings if text not in fixed and not text.startswith("output_dir=")
+        ]
+        entries.append({"name": run.name, **dict(own)})
+    return [*fixed, f"adapters={json.dumps(entries)}", f"output_dir={folder}"]
+
+
+def _fits(config: Path, settings: Sequence[str], gpu: int) -> bool:
+    """Return whether a run fits the memory of a GPU, by `zerolora estimate`; a model without an estimate does."""
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    memory = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    command = [sys.executable, "-m", "launcher.cli", "estimate", str(config), *settings, "--json"]
+    options = ["--gpu-memory", f"{memory}MiB"] if memory.isdigit() else []
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    try:
+        return bool(json.loads(done.stdout)["fits"])
+    except (ValueError, KeyError):
+        return True  # `zerolora train` checks it again
 
 
 def _report_finished(runs: Sequence[Run]) -> None:
@@ -225,4 +285,5 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
 def record_runs(folder: Path, runs: Sequence[Run]) -> None:
     """Record the runs with their settings and exit codes; keep those of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    runs = [run for run in runs if run.folder != folder]  # adapters that train together record themselves
     write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

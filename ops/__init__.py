@@ -4,6 +4,7 @@ from ops import elementwise, groups
 from ops.backend import Backend, check_requested, load, loaded, predict_backend
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
+from ops.grouped import grouped_group, grouped_linear
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
 from ops.plain import lora_backward
@@ -22,6 +23,8 @@ __all__ = [
     "eight_bit_linear",
     "elementwise",
     "experts_mlp",
+    "grouped_group",
+    "grouped_linear",
     "groups",
     "load",
     "loaded",

@@ -26,7 +26,7 @@ from torch import Tensor
 from ops import derivative, experts_plain, lora
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
-Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit"]
+Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit", "int4", "fp4"]
 # gate_up and down: what `ExpertMatrix.tensors` holds; shape: E, I, H, block, nested block; form: the two storages, the
 # activation, "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
 _WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_factors, Tensor[] down_factors"
@@ -45,6 +45,7 @@ class ExpertMatrix:
     mxfp4       (blocks[E,rows,cols/32,16], scales[E,rows,cols/32]), both uint8
     eight_bit   (values[E,rows,cols] uint8 (e4m3) or int8, scales[E,b,c] float32): a scale per row (b = rows,
                 c = 1, block 0) or per block: b = ceil(rows / block), c = ceil(cols / nested_block)
+    int4, fp4   the five tensors of `reference.dequantize_groups`, in groups of equal length
     """
 
     storage: Storage
@@ -88,6 +89,12 @@ class ExpertMatrix:
         experts, rows, cols = values.shape
         high, wide = block or (0, 0)
         return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
+
+    @staticmethod
+    def grouped(sections: Sequence[Tensor], floats: int) -> "ExpertMatrix":
+        """Wrap 4-bit weights with a scale per group of columns; see `reference.dequantize_groups`."""
+        experts, rows, half = sections[0].shape
+        return ExpertMatrix("fp4" if floats else "int4", tuple(sections), experts, rows, 2 * half)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""

@@ -19,6 +19,8 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
     elif storage == "eight_bit":
         values, scales = tensors
         weight = reference.dequantize_blocks(values, scales, (block, nested_block) if block else (1, cols), dtype)
+    elif storage in ("int4", "fp4"):
+        weight = reference.dequantize_groups(tensors, storage == "fp4", cols // tensors[1].shape[-1], dtype)
     elif storage == "nf4":
         packed, absmax, code, *nested = tensors
         check_packed(packed, E, rows, cols)

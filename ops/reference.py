@@ -122,12 +122,49 @@ def dequantize_nf4(
     return (values * absmax[which]).to(dtype).reshape(rows, cols)
 
 
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of E2M1, by the three low bits of a code."""
+ELEMENTS_AT_ONCE = 1 << 22
+"""Values that `dequantize_groups` computes in 32 bits at one time: 16 bytes each."""
+
+
+def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: torch.dtype) -> Tensor:
+    """Return W[..., O, I] of 4-bit codes with one scale per `group` columns of a row, rounded to `dtype` once.
+
+    `groups` is codes[..., O, I/2], two a byte and the low bits first, scales[..., O, G], zeros[..., O, G] (empty: 8),
+    divisors[..., O, 1] of the scales and order[..., I], the group of each column (both may be empty):
+
+        W = scale (code - zero)             unsigned integers (GPTQ, AWQ, W4A16 of compressed-tensors)
+        W = (scale / divisor) E2M1(code)    with `floats` (NVFP4)
+    """
+    *matrices, rows, half = groups[0].shape
+    out = torch.empty((math.prod(matrices), rows, 2 * half), dtype=dtype, device=groups[0].device)
+    height = max(1, ELEMENTS_AT_ONCE // (2 * half))
+    for index, matrix in enumerate(out):
+        *parts, order = (each.reshape(len(out), *each.shape[len(matrices) :])[index] for each in groups)
+        columns = order if order.numel() else torch.arange(2 * half, device=out.device) // group
+        for begin in range(0, rows, height):
+            span = slice(begin, begin + height)
+            matrix[span] = _dequantize_rows([part[span] for part in parts], columns, floats)
+    return out.view(*matrices, rows, 2 * half)
+
+
+def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, floats: int) -> Tensor:
+    codes, scales, zeros, divisors = parts
+    values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    wide = scales.float() / divisors if divisors.numel() else scales.float()
+    if floats:
+        book = torch.tensor([*FP4_VALUES, *(-each for each in FP4_VALUES)], device=codes.device)
+        return book[values.int()] * wide[:, columns]
+    return (values.float() - (zeros[:, columns].float() if zeros.numel() else 8.0)) * wide[:, columns]
+
+
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], uint8: value 2^(scale - 127).
 
     Two E2M1 values a byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
     """
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    values = torch.tensor(FP4_VALUES, device=blocks.device)
     code = torch.cat([values, -values])
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
     wide = torch.ldexp(code[nibbles], (scales.to(torch.int32) - 127)[..., None])

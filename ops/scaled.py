@@ -10,8 +10,9 @@ Parameter itself and its scales: ZeRO-3 may free and gather it in between. The p
 `zerolora::lora_forward`, on every device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,45 +54,56 @@ def check_weights(
             raise ValueError(f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}")
 
 
-def _each(of: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-    """Yield for each weight its place in the group, the weight dequantised, and its columns of h."""
-    begin = 0
-    for index, (values, scales) in enumerate(zip(of.values, of.block_scales, strict=True)):
-        end = begin + lora.padded_rank(of.downs[index].shape[0])
-        dense = reference.dequantize_blocks(values, scales, of.block, of.x.dtype)
-        yield slice(index, index + 1), [dense], h[:, begin:end].contiguous()
-        begin = end
+def dequantizing_group(
+    name: str,
+    weights: str,
+    *,
+    outs: Callable[[Any], Sequence[int]],
+    check: Callable[[Any], None],
+    dense: Callable[[Any, int], Tensor],
+) -> lora.Group:
+    """Return operators that compute `lora.lora_group` for weights that `dense` dequantises one at a time.
+
+    `dense` gets the operators' arguments and the place of a weight; the others as in `lora.Group`.
+    """
+
+    def each(of: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """Yield for each weight its place in the group, the weight dequantised, and its columns of h."""
+        begin = 0
+        for index, down in enumerate(of.downs):
+            end = begin + lora.padded_rank(down.shape[0])
+            yield slice(index, index + 1), [dense(of, index)], h[:, begin:end].contiguous()
+            begin = end
+
+    def forward(of: Any, h: Tensor) -> list[Tensor]:
+        ys: list[Tensor] = []
+        for at, weight, own_h in each(of, h):
+            adapter = of.downs[at], of.ups[at], of.scales[at], of.p, of.seed
+            ys += torch.ops.zerolora.lora_forward(of.x, weight, of.biases[at], *adapter, own_h)[0]
+        return ys
+
+    def backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        grad_x, grad_downs, grad_ups = of.x.new_empty(0), [], []
+        needs = of.need_x, of.need_down, of.need_up
+        for at, weight, own_h in each(of, of.h):
+            part, downs, ups = torch.ops.zerolora.lora_backward(
+                of.grads[at], of.x, weight, of.downs[at], of.ups[at], own_h, of.scales[at], of.p, of.seed, *needs
+            )
+            grad_x = part if not grad_x.numel() else grad_x.add_(part)
+            grad_downs += downs
+            grad_ups += ups
+        return grad_x, grad_downs, grad_ups
+
+    devices = ("cpu", "cuda")
+    return lora.Group(name, weights, outs=outs, check=check, forward=forward, backward=backward, devices=devices)
 
 
-def _forward(of: Any, h: Tensor) -> list[Tensor]:
-    ys: list[Tensor] = []
-    for at, dense, own_h in _each(of, h):
-        adapter = of.downs[at], of.ups[at], of.scales[at], of.p, of.seed
-        ys += torch.ops.zerolora.lora_forward(of.x, dense, of.biases[at], *adapter, own_h)[0]
-    return ys
-
-
-def _backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    grad_x, grad_downs, grad_ups = of.x.new_empty(0), [], []
-    needs = of.need_x, of.need_down, of.need_up
-    for at, dense, own_h in _each(of, of.h):
-        part, downs, ups = torch.ops.zerolora.lora_backward(
-            of.grads[at], of.x, dense, of.downs[at], of.ups[at], own_h, of.scales[at], of.p, of.seed, *needs
-        )
-        grad_x = part if not grad_x.numel() else grad_x.add_(part)
-        grad_downs += downs
-        grad_ups += ups
-    return grad_x, grad_downs, grad_ups
-
-
-_GROUP = lora.Group(
+_GROUP = dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
     outs=lambda of: [each.shape[0] for each in of.values],
     check=lambda of: check_weights(of.x, of.values, of.block_scales, of.block),
-    forward=_forward,
-    backward=_backward,
-    devices=("cpu", "cuda"),
+    dense=lambda of, i: reference.dequantize_blocks(of.values[i], of.block_scales[i], of.block, of.x.dtype),
 )
 
 
@@ -99,24 +111,30 @@ class _FrozenProduct(torch.autograd.Function):
     """y = x W^T with W dequantised on the fly, and again for dX = dY W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(values, scales)
-        ctx.block = block
-        return torch.nn.functional.linear(x, reference.dequantize_blocks(values.data, scales, block, x.dtype))
+    def forward(ctx: Any, x: Tensor, dense: Callable[..., Tensor], *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.dense = dense
+        return torch.nn.functional.linear(x, dense(*(each.data for each in stored), dtype=x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        values, scales = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stored = [each.data for each in ctx.saved_tensors]  # to be read once: checkpoints refuse a second time
+        none = (None,) * len(stored)
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        weight = reference.dequantize_blocks(values.data, scales, ctx.block, grads[0].dtype)
-        return grads[0].matmul(weight), None, None, None
+            return None, None, *none
+        return grads[0].matmul(ctx.dense(*stored, dtype=grads[0].dtype)), None, *none
+
+
+def frozen_linear(x: Tensor, dense: Callable[..., Tensor], stored: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """Compute y = x W^T + bias for a frozen W = dense(*stored, dtype=...) without an adapter; needs no operator."""
+    y: Tensor = _FrozenProduct.apply(x, dense, *stored)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def scaled_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
-    """Compute y = x W^T + bias for a frozen weight without an adapter; needs no loaded operator."""
-    y: Tensor = _FrozenProduct.apply(x, weight.values, weight.scales, weight.block)
-    return y if bias is None else y + bias.to(y.dtype)
+    """Compute y = x W^T + bias for a frozen weight without an adapter."""
+    dense = partial(reference.dequantize_blocks, block=weight.block)
+    return frozen_linear(x, dense, (weight.values, weight.scales), bias)
 
 
 def scaled_group(

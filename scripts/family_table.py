@@ -1,8 +1,8 @@
 """Compare every family of models in transformers with plain PEFT: `python -m scripts.family_table [KIND ...]`.
 
 Trains a tiny random model of each family in a process of its own, some seconds each, and writes what it finds to
-docs/lab/data/families.yaml and docs/reference/models.md. Without names it measures the families that are missing in the
-file; `--page` only writes the page.
+docs/lab/data/families.yaml and docs/reference/models.md, family by family. Without names it measures the families that
+are missing in the file, so the same command continues after an interruption. `--page` only writes the page.
 """
 
 import argparse
@@ -20,7 +20,9 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "lab" / "data" / "families.yaml"
 PAGE = ROOT / "docs" / "reference" / "models.md"
-TIMEOUT_S = 400.0
+CPU_S = 400.0
+TIMEOUT_S = 3600.0
+"""Without a result after so long, as on a machine that is busy with other work, a family is left for another call."""
 COLUMNS = {
     "lora": "LoRA",
     "packed": "packed",
@@ -60,7 +62,7 @@ def write(found: dict[str, Any]) -> None:
         # One line per family if all of its cells are short.
         lines.append(f"  {kind}: {json.dumps(cells, ensure_ascii=False)}")
     DATA.write_text("\n".join(lines) + "\n")
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found | {"families": families}))
 
 
 def page(found: dict[str, Any]) -> str:
@@ -102,7 +104,7 @@ def measure(kind: str) -> dict[str, str]:
     from tests import family_cells
 
     with tempfile.TemporaryDirectory() as folder:
-        cells = family_cells.run_forked(partial(family_cells.measure, Path(folder), kind), TIMEOUT_S)
+        cells = family_cells.run_forked(partial(family_cells.measure, Path(folder), kind), TIMEOUT_S, CPU_S)
         cells = cells if isinstance(cells, dict) else dict.fromkeys(COLUMNS, cells)
         return {name: cell.replace(f"{folder}/", "").replace(folder, "") for name, cell in cells.items()}
 
@@ -120,11 +122,13 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
 
     from tests.families import all_kinds
+    from tests.family_cells import NO_RESULT
 
     for kind in arguments.kinds or [kind for kind in all_kinds() if kind not in read()["families"]]:
         cells = measure(kind)
         print(json.dumps([kind, cells]), flush=True)
-        if not arguments.print:
+        is_over = any(cell.startswith(NO_RESULT) for cell in cells.values())
+        if not arguments.print and not is_over:
             found = read() | {"transformers": transformers.__version__}
             found["families"][kind] = cells
             write(found)

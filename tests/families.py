@@ -39,15 +39,51 @@ NO_DROPOUT = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "residual_dropout",
     "embedding_dropout",
 )  # fmt: skip
+SLIDING = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+            for name in ("sliding_attention", "full_attention")
+        },
+    },
     "cwm": {"bos_token_id": 1},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+    },
     "falcon": {"head_dim": None},
+    "dots3_note_text": {"per_layer_config": {layer: SLIDING for layer in (1, 3)}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
+    "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 32},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 381, "<image>": 380}},
     "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4},
+    "janus_vision_model": {"projection_dim": 64},
+    "janus_vqgan": {"projection_dim": 64, "image_token_embed_dim": 64, "num_embeddings": 64},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "expand": 2},
     "modernbert-decoder": {"bos_token_id": 1},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 64},
+    "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 32},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "radio": {"video_temporal_patch_size": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"head_dim": None, "v_head_dim": None, "qk_head_dim": None},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
@@ -75,7 +111,8 @@ TOWER: dict[str, Any] = {
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "vision_output_dim": 32, "output_dim": 64,
     "projector_input_dim": 32, "projector_output_dim": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48, "num_layers": 2, "num_blocks": 2, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
-    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32,
+    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32, "base_channels": 32,
+    "text_hidden_size": 64, "adapter_out_dim": 64,
 }  # fmt: skip
 """Sizes of what sees images or hears sounds."""
 
@@ -104,7 +141,7 @@ def _part_settings(name: str, part: Any) -> dict[str, Any]:
     kept = {each: _part_settings(each, inner) for each in part.sub_configs if (inner := getattr(part, each, None))}
     if is_text:
         return {"model_type": part.model_type} | _text_settings(part.model_type, part) | kept
-    return {"model_type": part.model_type} | _fit(TOWER, part) | kept
+    return {"model_type": part.model_type} | _fit(TOWER, part) | OWN.get(part.model_type, {}) | kept
 
 
 def _fit(sizes: dict[str, Any], usual: Any) -> dict[str, Any]:

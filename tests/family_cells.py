@@ -27,7 +27,7 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import merge
 from trainer.config import ModelSection, UserError, load_config
-from trainer.model.base import load_base_model, load_model_config
+from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import auto_class, check_kind
 from trainer.parallel.ranks.group import Ranks, skip_shm_build
 from trainer.parallel.ranks.signals import StopRequest
@@ -39,6 +39,7 @@ CELLS = ("lora", "packed", "nf4", "stage3", "merged", "vllm")
 RELATIVE = 1e-6
 LOGITS = 1e-4
 """Largest difference of the logits of a merged model from the adapted one's, which sums in another order."""
+NO_RESULT = "failed: no result after"
 LARGEST = 20_000_000
 RANKS = 2
 # Adam divides by the size of a gradient; with an epsilon as large as this, one that is only rounding stays small.
@@ -89,11 +90,14 @@ class Family:
             shutil.rmtree(model)
             check_size(kind)
             save_family(model, kind)
-        except Exception:  # raised again below, unless the product refuses the kind first
+        except Exception as error:  # raised again below, unless the product refuses the kind first
             tiny_config(kind).save_pretrained(model)
             make_tokenizer(model)
             config = load_config(self.ground / "base.yaml").config
-            check_kind("MODEL", load_model_config(config.base_model, config.model))
+            model_config = load_model_config(config.base_model, config.model)
+            check_kind("MODEL", model_config)
+            if isinstance(error, ImportError):  # of a package that only such models need
+                empty_model(model_config, config.model)
             raise
 
     def cell(self, name: str) -> Cell:
@@ -268,8 +272,12 @@ def measure(folder: Path, kind: str, names: tuple[str, ...] = CELLS) -> dict[str
     return {name: found[name] for name in names}
 
 
-def run_forked(work: Callable[[], Any], timeout_s: float) -> Any:
-    """Return the result of `work` in a fork of this process, or the reason why there is none."""
+def run_forked(work: Callable[[], Any], timeout_s: float, cpu_s: float = float("inf")) -> Any:
+    """Return the result of `work` in a fork of this process, or the reason why there is none.
+
+    `cpu_s` limits the processor time of each process, which other programs on the machine do not use up.
+    """
+    import resource
     import signal
     import time
 
@@ -277,6 +285,8 @@ def run_forked(work: Callable[[], Any], timeout_s: float) -> Any:
         result = Path(name) / "result.json"
         if not (process := os.fork()):
             os.setpgid(0, 0)
+            if cpu_s != float("inf"):
+                resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), int(cpu_s)))
             try:
                 result.write_text(json.dumps(work()))
             except BaseException:
@@ -288,6 +298,6 @@ def run_forked(work: Callable[[], Any], timeout_s: float) -> Any:
             if time.monotonic() > end:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-                return f"failed: no result after {timeout_s:.0f} s"
+                return f"{NO_RESULT} {timeout_s:.0f} s"
             time.sleep(0.1)
         return json.loads(result.read_text()) if result.exists() else "failed: the process ended"

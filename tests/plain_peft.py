@@ -110,12 +110,15 @@ def train_steps(
             epoch, offset = epoch + 1, 0
 
 
-def with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int]) -> Any:
+def with_adapter(
+    model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int], in_full: tuple[str, ...] = ()
+) -> Any:
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
     excluded = excluded or excluded_modules(model, config.lora)
     settings = lora_config(config.lora, excluded=excluded, targets=resolve_targets(model, config.lora))
+    settings.modules_to_save = list(in_full) or settings.modules_to_save
     if new_tokens:
         settings.trainable_token_indices = {"embed_tokens": new_tokens}
         if not model.config.tie_word_embeddings:

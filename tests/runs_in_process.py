@@ -18,6 +18,7 @@ import trainer.memory.planner
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
+from trainer.joint_run import JointRun
 from trainer.memory.model_widths import read_shapes
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.signals import StopRequest
@@ -90,7 +91,8 @@ def train_alone(ground: Path, **overrides: Any) -> str:
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"
     with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
-        run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
+        kind = JointRun if loaded.config.runs else Run
+        run = kind(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
         try:
             run.train()
         finally:

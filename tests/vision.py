@@ -4,12 +4,13 @@ import json
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.multimodal import MROPE, QWEN_VISION, TEXT, VISION
+from tests.multimodal import DELTA, MROPE, MULTIMODAL, QWEN_VISION, TEXT, VISION
 from tests.plain_peft import train_steps, with_adapter
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
@@ -19,8 +20,14 @@ from trainer.model.base import load_base_model
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
-TOWERS = r"model\.(visual|vision_tower|multi_modal_projector)\..*"
+TOWERS = r"model\.(visual|vision_tower|multi_modal_projector|embed_vision)\..*"
 """What is not the language model."""
+PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), ("visual.merger",)) | {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("visual.merger", "visual.deepstack_merger_list.0")),
+    **dict.fromkeys(("gemma3", "mistral3", "internvl"), ("multi_modal_projector",)),
+    "gemma4": ("embed_vision",),
+}
+"""What maps image features to embeddings."""
 COLOURS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -29,27 +36,74 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-GEMMA_TOKENS = {
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-    "image_token": "<image_soft_token>",
-}
 PATCHES: Mapping[str, Any] = {
     "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
-    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "Qwen2VLImageProcessor",
 }  # fmt: skip
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES},
-    "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES},
-    "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES},
-    "gemma3": {
-        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28},
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": 4,
-    },
-}  # fmt: skip
+NORMALISED: Mapping[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
-def _settings(family: str, ids: dict[str, int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Family:
+    """How the tokenizer and the processor of a family write images."""
+
+    image: str
+    """What the chat template writes for an image."""
+    written: str
+    """A pattern of what the processor makes of it."""
+    tokens: Mapping[str, str]
+    """Special tokens by the names of the tokenizer's settings."""
+    images: Mapping[str, Any]
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    named: bool = True
+    """Whether the processor finds the tokens by these names."""
+
+
+QWEN = Family(
+    "<|image_pad|>", r"(<\|image_pad\|>)+", dict(zip(QWEN_TOKENS, QWEN_TOKENS, strict=True)), PATCHES, named=False
+)
+GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+GEMMA_4 = {
+    "boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>", "video_token": "<|video|>",
+    "boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>",
+}  # fmt: skip
+INTERN = {
+    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}  # fmt: skip
+MISTRAL = {name: name for name in ("[IMG]", "[IMG_BREAK]", "[IMG_END]")}
+PROCESSORS: dict[str, Family] = dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN
+) | {
+    "gemma3": Family(
+        "<start_of_image>", r"\n\n<start_of_image>(<image_soft_token>)+<end_of_image>\n\n", GEMMA,
+        {**NORMALISED, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28},
+         "image_seq_length": 4},
+        {"image_seq_length": 4},
+    ),
+    "gemma4": Family(
+        "<|image|>", r"<\|image>(<\|image\|>)+<image\|>", GEMMA_4,
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+    ),
+    "mistral3": Family(
+        "[IMG]", r"(\[IMG\]|\[IMG_BREAK\])+\[IMG_END\]", MISTRAL,
+        {**NORMALISED, "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56},
+         "patch_size": {"height": 14, "width": 14}},
+        {"patch_size": 14, "spatial_merge_size": 1}, named=False,
+    ),
+    "internvl": Family(
+        "<IMG_CONTEXT>", r"<img>(<IMG_CONTEXT>)+</img>", INTERN,
+        {**NORMALISED, "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56},
+         "max_patches": 3},
+        {"image_seq_length": 4},
+    ),
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _settings(family: str, ids: Mapping[str, int]) -> dict[str, Any]:
+    """The configuration of a tiny model; `ids` are those of the family's tokens, by their names."""
     text = TEXT | {"vocab_size": 400}
     if family == "gemma3":
         named = {"image_token_index": ids["image_token"], "boi_token_index": ids["boi_token"]}
@@ -59,16 +113,36 @@ def _settings(family: str, ids: dict[str, int]) -> dict[str, Any]:
             "vision_config": VISION | {"vision_use_head": False},
             **named,
         }
+    if family == "gemma4":
+        own = MULTIMODAL[family]
+        tokens = {f"{name}_id": ids[name] for name in GEMMA_4}
+        more = {"vocab_size": 400, "vocab_size_per_layer_input": 400, "use_bidirectional_attention": "vision"}
+        vision = own["vision_config"] | {"pooling_kernel_size": 2}
+        return own | {"text_config": own["text_config"] | more, "vision_config": vision} | tokens
+    if family == "mistral3":
+        own = MULTIMODAL[family]
+        vision = own["vision_config"] | {"image_size": 112}
+        text |= {"model_type": "mistral"}
+        return own | {"text_config": text, "vision_config": vision, "image_token_index": ids["[IMG]"]}
+    if family == "internvl":
+        vision = VISION | {"image_size": [56, 56], "patch_size": [14, 14]}
+        token = {"image_token_id": ids["context_image_token"]}
+        return {"text_config": text | {"model_type": "qwen2"}, "vision_config": vision, "image_seq_length": 4, **token}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = dict(zip(names, (ids[token] for token in QWEN_TOKENS), strict=True))
-    rope = {name: value for name, value in MROPE.items() if name != "mrope_interleaved" or family == "qwen3_vl"}
+    rope = {name: value for name, value in MROPE.items() if name != "mrope_interleaved" or "qwen3" in family}
     vision = {**QWEN_VISION}
-    if family == "qwen3_vl":
+    if "qwen3_vl" in family:
         vision["deepstack_visual_indexes"] = [0]
     elif family == "qwen2_vl":
         vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2, "patch_size": 14}
-    else:
+    elif family == "qwen2_5_vl":
         vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    if "qwen3_5" in family:
+        text |= DELTA
+        rope |= {"partial_rotary_factor": 1.0}
+    if "moe" in family:
+        text |= EXPERTS | ({"shared_expert_intermediate_size": 64} if "qwen3_5" in family else {})
     return {"text_config": text | {"rope_parameters": rope}, "vision_config": vision, **tokens}
 
 
@@ -77,23 +151,21 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> 
     from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
 
     make_tokenizer(folder)
+    own = PROCESSORS[family]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    gemma = family == "gemma3"
-    tokenizer.add_special_tokens({"additional_special_tokens": list(GEMMA_TOKENS.values() if gemma else QWEN_TOKENS)})
-    image = "<start_of_image>" if gemma else "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": list(own.tokens.values())})
+    image = f"<|vision_start|>{own.image}<|vision_end|>" if own is QWEN else own.image
     tokenizer.chat_template = CHAT.replace("IMAGE", image)
     tokenizer.save_pretrained(folder)
-    if gemma:
+    if own.named:
         file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": GEMMA_TOKENS}))
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in GEMMA_TOKENS.items()}
-    ids |= {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN_TOKENS}
-    settings = _settings(family, ids)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": dict(own.tokens)}))
+    settings = _settings(family, {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.tokens.items()})
     settings["text_config"] = settings["text_config"] | text
     torch.manual_seed(seed)
     AutoModelForMultimodalLM.from_config(AutoConfig.for_model(family, **settings)).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
-    (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4} if gemma else {}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(own.images))
+    (folder / "processor_config.json").write_text(json.dumps(own.processor))
     return folder
 
 
@@ -140,7 +212,9 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
         config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
     set_seed(config.seed)
-    model, losses = with_adapter(model, config, TOWERS, []), list[float]()
+    kind, train = model.config.model_type, config.vision.train
+    excluded, in_full = "nothing" if train == "lora" else TOWERS, PROJECTORS[kind] if train == "projector" else ()
+    model, losses = with_adapter(model, config, excluded, [], in_full), list[float]()
     model.train()
     groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
     for samples in train_steps(groups, config, prepared, ranks=ranks):
@@ -164,8 +238,8 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
 def processed(prepared: Any, document: Sample) -> Any:
     """The inputs that the processor of transformers makes of a document's text and images."""
     text = prepared.tokenizer.decode(document.input_ids, skip_special_tokens=False)
-    text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", text)
-    text = re.sub(r"\n\n<start_of_image>(<image_soft_token>)+<end_of_image>\n\n", "<start_of_image>", text)
+    family = PROCESSORS[prepared.model_config.model_type]
+    text = re.sub(family.written, family.image, text)
     images = [decode_image(read_stored(each)[0], "") for part in document.images for each in part]
     assert prepared.images is not None
     return prepared.images._processor(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)

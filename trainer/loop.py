@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
@@ -51,6 +51,8 @@ class Loop:
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
+        self.latest: StepResult | None = None
+        """Result of the last finished step."""
         # Step, its numbers, and metrics known at its launch.
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._before: StepInFlight | None = None
@@ -67,25 +69,44 @@ class Loop:
         self._context.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
         try:
             with exclude_from_garbage_collection():
-                while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
+                while self.continues:
                     self._step()
-                    if self._context.stragglers is not None:
-                        self._context.stragglers.compare(self.position.step)
-                    self._evaluate_if_due()
-                    for hook in self._hooks:
-                        hook.between_steps(self.position.step, self._pause)
-                    steps = self._training.save_steps
-                    if self._save_asked or (steps and self.position.step % steps == 0):
-                        self._save()
+                    self.after_step()
         except UserError as error:
-            self._save_and_raise(error)
+            self.save_and_raise(error)
+        self.end()
+        self._stop_request.agree()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, or the run has stopped early."""
+        return self.position.step >= self._total_steps or self.stopped_early
+
+    @property
+    def continues(self) -> bool:
+        """Whether there is a step left to train, and no signal has arrived."""
+        return not self.is_done and not self._stop
+
+    def after_step(self) -> None:
+        """Evaluate, run the hooks between steps, and save, each if it is due."""
+        if self._context.stragglers is not None:
+            self._context.stragglers.compare(self.position.step)
+        self._evaluate_if_due()
+        for hook in self._hooks:
+            hook.between_steps(self.position.step, self._pause)
+        steps = self._training.save_steps
+        if self._save_asked or (steps and self.position.step % steps == 0):
+            self._save()
+
+    def end(self) -> None:
+        """Wait for the last step, finish the hooks, and save."""
         self._settle()
         for hook in self._hooks:
             hook.finish()
         self._save(at_the_end=True)
-        self._stop_request.agree()
 
-    def _save_and_raise(self, error: UserError) -> NoReturn:
+    def save_and_raise(self, error: UserError) -> NoReturn:
+        """Save, and raise the error of unusable data with how to continue."""
         # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
@@ -97,13 +118,21 @@ class Loop:
         ) from error
 
     def _step(self) -> None:
+        self.before_step()
+        attempt = self._context.recovery.attempt
+        self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
+
+    def before_step(self) -> None:
+        """Prepare for the launch of the next step."""
         if self._before is None:
             self._started = time.perf_counter()
-        context, position = self._context, self.position
-        PROGRESS.at_step(position.step + 1)
+        PROGRESS.at_step(self.position.step + 1)
         for hook in self._hooks:
-            hook.before_step(position.step + 1)
-        launched, consumed = context.recovery.attempt(position.step + 1, self._saved_at, self._launch)
+            hook.before_step(self.position.step + 1)
+
+    def follow(self, launched: StepInFlight, consumed: int) -> None:
+        """Advance the position by a launched step, which used `consumed` samples of all ranks."""
+        context, position = self._context, self.position
         for hook in self._hooks:
             hook.after_launch(position.step + 1)
         position.step += 1
@@ -119,28 +148,35 @@ class Loop:
     def _launch(self) -> tuple[StepInFlight, int]:
         """Fetch and start the step at this position; also returns the number of samples that all ranks used."""
         context, position = self._context, self.position
-        with phase("data"), context.own_time(on_device=False):
-            batches, consumed = context.batches.step_batches(position.epoch, position.offset)
-        for hook in self._hooks:
-            hook.with_batches(position.step + 1, batches)
+        batches, consumed = self.fetch()
         launched = train_step(
             context,
             batches,
             step=position.step + 1,
             max_grad_norm=self._training.max_grad_norm,
             stop=bool(self._stop_request),
-            save=self._wants_save(),
-            before_update=self._before_update,
+            save=self.wants_save(),
+            before_update=self.before_update,
         )
         return launched, consumed
 
-    def _before_update(self) -> None:
+    def fetch(self) -> tuple[Sequence[Any], int]:
+        """Return this rank's micro-batches of the next step, and the number of samples that all ranks use."""
+        context, position = self._context, self.position
+        with phase("data"), context.own_time(on_device=False):
+            batches, consumed = context.batches.step_batches(position.epoch, position.offset)
+        for hook in self._hooks:
+            hook.with_batches(position.step + 1, batches)
+        return batches, consumed
+
+    def before_update(self) -> None:
+        """Finish the step before, and let the device wait for copies of what the update changes."""
         self._context.recovery.is_updating = True
         self._settle()
         if self._checkpoints is not None:
             self._checkpoints.make_updates_wait()
 
-    def _wants_save(self) -> bool:
+    def wants_save(self) -> bool:
         """Return whether `save_minutes` have passed on rank 0; the others get this from the step's result."""
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
@@ -151,6 +187,7 @@ class Loop:
             return
         (step, launched, known), self._in_flight = self._in_flight, None
         position, result = self.position, launched.result()
+        self.latest = result
         self._check_finite(step, result)
         if result.applied:
             self._context.schedule.step()

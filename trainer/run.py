@@ -21,6 +21,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import Metrics
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.optimizer import build_schedule, has_moved, planned_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
@@ -60,6 +61,8 @@ class Run:
     restored_scu: dict[str, Any] | None
     steering: Steering | None
     # train, save
+    position: Position
+    loop: Loop
     metrics: Metrics | None
     """On rank 0, once the folder is open."""
     evaluation: Evaluation
@@ -93,14 +96,33 @@ class Run:
     def train(self) -> Position:
         """Join the other ranks, train, and save; every rank must call it."""
         self._join()
+        self.find_checkpoint()
+        engine = self._start_engine(self._build_model())
+        self.begin(engine)
+        try:
+            self.loop.run()
+        except FloatingPointError:
+            if self.position.nonfinite_steps >= self.position.step:
+                self.task.check_base()
+            raise
+        self.end(stopped=bool(self.stop))
+        self.stop.saved = True
+        engine.destroy()
+        self.finish()
+        return self.position
+
+    def find_checkpoint(self) -> None:
+        """Open the folder and agree on the checkpoint to begin at."""
         self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.lock)
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
         )
         self.checkpoints.agree()
-        model = self._build_model()
-        engine = self._start_engine(model)
-        position = self._restore(engine)
+
+    def begin(self, engine: Engine) -> None:
+        """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
+        self._engine, model = engine, engine.module
+        position = self.position = self._restore(engine)
         self.steering = self._start_steering(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.metrics = self.folder.open(
@@ -109,18 +131,16 @@ class Run:
         measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
         best = self.config.training.compared_metric
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
-        before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        loop = self._build_loop(engine, position)
-        try:
-            loop.run()
-        except FloatingPointError:
-            if position.nonfinite_steps >= position.step:
-                self.task.check_base()
-            raise
+        self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
+        self.loop = self._build_loop(engine, position)
+
+    def end(self, *, stopped: bool) -> None:
+        """Evaluate and save the result of the loop, unless it was stopped by a signal, on which all ranks agree."""
+        engine, position, self._stopped = self._engine, self.position, stopped
         self.say.is_starting = False  # also of a run that had no step left
         after = None
-        if not self.stop:
-            if loop.stopped_early:
+        if not stopped:
+            if self.loop.stopped_early:
                 self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
@@ -132,14 +152,11 @@ class Run:
             self.folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
-        self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
         self.peak = peak_over_ranks(self.device)
-        engine.destroy()
-        self._finish(position, before, after)
-        return position
+        self._loss_after = after
 
     def _join(self) -> None:
         joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
@@ -197,16 +214,18 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        loss = self.builder.step_loss(self.loss, engine.module, self.say)
+        alone = find_choice(engine.module) is None
+        loss = self.builder.step_loss(self.loss, engine.module, self.say) if alone else self.loss
         extend_timeouts(collective_timeout(config.training))
         hooks = build_hooks(
             config, self.prepared, self.task, self.ranks, engine, self.batches, self.steering, position, steps,
-            partial(self.evaluation.sample, folder=self.folder), self.say,
+            partial(self.evaluation.sample, folder=self.folder), self.say, alone=alone,
         )  # fmt: skip
         recovery = Recovery(config, self.ranks.world_size, kind_of(config).planner)
-        context = StepContext.for_run(
-            recovery, engine, loss, self.batches, self.ranks, self.schedule, self.steering, self.say
-        )
+        parts = engine, loss, self.batches, self.ranks, self.schedule
+        context = StepContext(*parts, recovery, self.steering)
+        if alone:
+            context = StepContext.for_run(recovery, *parts, self.steering, self.say)
         return Loop(
             context,
             hooks,
@@ -243,13 +262,15 @@ class Run:
             self.metrics.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
 
     @phase("report")
-    def _finish(self, position: Position, before: float | None, after: float | None) -> None:
+    def finish(self) -> None:
+        """Close the metrics and write the report."""
+        position, before, after = self.position, self._loss_before, self._loss_after
         if self.metrics is None:
             return
         self.metrics.close()
         if self.measurement is not None:
             found = f": {after:.4f}" if after is not None else ""
-            self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
+            self.say(f"{'stopped' if self._stopped else 'done'} at step {position.step}{found}")
             return
         self.folder.check()
         self.folder.write_times()
@@ -258,10 +279,11 @@ class Run:
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
-        if self.stop:
+        if self._stopped:
             self.folder.print_how_to_resume(position.step)
         else:
             self.folder.write_report(before, after)
+        self.checkpoints.upload_result()
 
     def close(self) -> None:
         """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""

@@ -26,7 +26,7 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-_NONFINITE = 2**20  # more than any number of ranks, so that one sum encodes their count and the rank if it is only one
+NONFINITE = 2**20  # more than any number of ranks, so that one sum encodes their count and the rank if it is only one
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StepInFlight:
         """Start to copy `numbers`, a vector in fp64 on the device.
 
         They are: weight of the targets, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum
-        of `_NONFINITE` + rank over ranks with a non-finite loss, the same for this rank.
+        of `NONFINITE` + rank over ranks with a non-finite loss, the same for this rank.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -118,7 +118,7 @@ class StepInFlight:
         if self._ended is not None:
             self._ended.synchronize()
         weight, targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
-        count, number = divmod(int(nonfinite), _NONFINITE)
+        count, number = divmod(int(nonfinite), NONFINITE)
         return StepResult(
             loss_sum, weight, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
             nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, own_is_nonfinite=own > 0,
@@ -157,7 +157,7 @@ def train_step(
         is_last = index == len(batches) - 1
         _micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
         if is_last:
-            own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(_NONFINITE + ranks.rank))
+            own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(NONFINITE + ranks.rank))
             sums[2] = own_nonfinite
             sum_over_ranks(sums)
             before_update()

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_ssh, format_answers
 from launcher.doctor.this_host import (
+    check_bytecode,
     check_driver,
     check_folders,
     check_locks,
@@ -106,7 +107,7 @@ def check_this_host(
 ) -> list[Check]:
     """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
-    checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port)]
+    checks = [*check_packages(), check_bytecode(), *check_driver(), *check_locks(), check_port(port)]
     probed, need = probe(arguments, ranks)
     return [
         *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))

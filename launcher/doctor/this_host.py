@@ -18,6 +18,7 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
+from trainer.contract.bytecode import missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
@@ -55,6 +56,14 @@ def check_packages() -> Iterator[Check]:
     for found in describe_untested():
         fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
+
+
+def check_bytecode() -> Check:
+    """Check that Python need not compile the large libraries when ranks start."""
+    if without := missing_bytecode():
+        found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
+        return Check("bytecode", "WARN", found, "python -m trainer.contract.bytecode, as the user who installed them")
+    return Check("bytecode", "OK", "compiled")
 
 
 def _check_dependencies() -> Iterator[Check]:

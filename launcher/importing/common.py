@@ -60,7 +60,7 @@ def name_model(t: Translation, name: str) -> None:
     """Require a model; refuse one with the name of a quantized model."""
     t.require(name, "a model must be named")
     model = str(t.get(name, ""))
-    if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
+    if found := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
         t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
 
 
@@ -133,8 +133,11 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
     steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
+    for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
+        if strategy != "no" and t.get(key, 0) < 0:
+            t.refuse(key, "must be 0 or more")
     chosen = default
-    if strategy == "no" or each == 0:
+    if strategy == "no" or each == 0 or steps == 0:
         chosen = ("steps", 0)
     elif strategy == "epoch":
         chosen = ("s_per_epoch", 1)
@@ -153,8 +156,9 @@ def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluation
     """Set when to save, and when to evaluate and stop early if there is evaluation data; the defaults are theirs."""
     set_interval(t, "save", saves)
     has_held_out_data = bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
-    if has_held_out_data:
-        set_interval(t, "eval", evaluations)
+    set_interval(t, "eval", evaluations)
+    if not has_held_out_data:
+        t.drop("training.eval_steps", "training.evals_per_epoch")
     if t.get("save_strategy") == "best":
         t.put("training.best_checkpoint", True, "save_strategy")
     if not has_held_out_data or t.get_setting("dataset.streaming"):

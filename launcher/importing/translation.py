@@ -232,7 +232,8 @@ class Translation:
 
     def report(self, name: str, value: Any, problem: str) -> None:
         """Report an error, unless the key already has one."""
-        given = "" if value is UNSET else f"={shown(value, 40)}"
+        is_bare = self.foreign.is_command_line and value is True  # an option without a value
+        given = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{given}: {problem}")
 
     def refuse(self, name: str, problem: str) -> None:
@@ -260,6 +261,8 @@ class Translation:
 
     def _read(self, name: str, key: Key, value: Any) -> None:
         before = len(self._mistakes)
+        if self.foreign.is_command_line and isinstance(key.kind, list) and not isinstance(value, list):
+            value = [value]
         value = convert(key.kind, value, name, self.report)
         if len(self._mistakes) > before:
             return

@@ -144,5 +144,7 @@ def _host_names(node_list: str) -> list[str]:
     try:
         shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"scontrol show hostnames {node_list}: {error}") from None
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        problem = f"scontrol cannot list its nodes ({said}); run this on a host of the cluster, or use another launcher"
+        raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}") from None
     return shown.stdout.split()

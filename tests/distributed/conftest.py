@@ -110,7 +110,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(folder, [*TWO_RANKS, *ONE_RANK])
 
 
-def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, str]) -> None:
+def launch(
+    folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, str], *, timeout_s: float = 1200
+) -> None:
     """Train the plan's cases on so many ranks; a failure is reported by the requested case."""
     if not (folder / "base.yaml").exists():
         make_model(folder / "model")
@@ -124,7 +126,7 @@ def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, 
     path.write_text(json.dumps(_resolved(plan, folder)))
     arguments = (str(folder), str(path))
     log = folder / f"launch-{ranks}.log"
-    run_ranks(ranks, "tests.distributed.matrix", *arguments, env=env, log=log, timeout_s=1200)
+    run_ranks(ranks, "tests.distributed.matrix", *arguments, env=env, log=log, timeout_s=timeout_s)
 
 
 def _base(folder: Path) -> dict[str, Any]:
@@ -165,6 +167,9 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         ):
             if key in overrides:
                 overrides[key] = str(folder / overrides[key])
+        for adapter in overrides.get("adapters", ()):  # of a plan that is read once
+            if "dataset.path" in adapter:
+                adapter["dataset.path"] = str(folder / Path(adapter["dataset.path"]).name)
         if "/" in str(overrides.get("training.resume_from_checkpoint", "")):
             overrides["training.resume_from_checkpoint"] = str(folder / overrides["training.resume_from_checkpoint"])
         resolved.append({**case, "overrides": overrides})

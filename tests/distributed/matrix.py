@@ -16,6 +16,7 @@ from rich.console import Console
 from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
+from trainer.joint_run import JointRun
 from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
@@ -31,7 +32,8 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     folder_of_case = Path(loaded.config.output_dir)
     held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
     with log.open("w") as file, held as lock, as_one_of_many():
-        Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
+        kind = JointRun if loaded.config.runs else Run
+        kind(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()
     # Looking for garbage, as DeepSpeed does too, takes as long as there are objects: not those that stay.
     gc.collect()

@@ -19,7 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Matrix, list[Any]]:
     launch(folder, 1, [], environment())  # writes the model and the data
     log = folder / "launch-4.log"
     code = run_ranks(
-        4, "tests.distributed.host_groups_case", str(folder), env=environment(), log=log, timeout_s=900
+        4, "tests.distributed.host_groups_case", str(folder), env=environment(), log=log, timeout_s=1500
     )  # fmt: skip
     assert code == 0, log.read_text()[-3000:]
     folders = {name: str(changes.get("output_dir", name)).removeprefix("OUT/") for name, changes in CASES.items()}
@@ -51,6 +51,15 @@ def test_a_run_resumes_with_another_group(runs: tuple[Matrix, list[Any]]) -> Non
     one, two = runs[0]["resumed"], runs[0]["resumed-all"]
     assert one.losses == two.losses and len(one.losses) == 6
     assert all(torch.equal(value, two.adapter()[key]) for key, value in one.adapter().items())
+
+
+def test_a_run_resumes_on_uneven_hosts(runs: tuple[Matrix, list[Any]]) -> None:
+    one, two = runs[0]["uneven"], runs[0]["resumed-all"]
+    assert one.losses == two.losses and len(one.losses) == 6
+    assert all(torch.equal(value, two.adapter()[key]) for key, value in one.adapter().items())
+    received = [each["uneven"] for each in runs[1]]
+    assert not any(each["far"] for each in received)
+    assert [bool(each["near"]) for each in received] == [True, True, True, False]
 
 
 def test_the_console_names_the_group(runs: tuple[Matrix, list[Any]]) -> None:

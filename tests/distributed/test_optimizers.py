@@ -47,6 +47,7 @@ def plan() -> list[dict[str, Any]]:
     for run in RESUMED:
         start = {"training__resume_from_checkpoint": f"{run}/checkpoint-3", "output_dir": f"again-{run}"}
         cases.append(case(f"again-{run}", **settings(run), **start))
+    cases.append(case("free-bf16", **settings("schedule_free_adamw-0"), training__precision="bf16"))
     for stage in (0, 2, 3):
         for saved in ("", "/checkpoint-3"):
             path = f"schedule_free_adamw-{stage}{saved}"
@@ -117,7 +118,8 @@ def plain(run: Case, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_the_training_is_that_of_the_library(runs: Matrix, run: str) -> None:
     name, ours = RUNS[run][0], runs[run]
     losses, adapter = plain(ours, name)
-    tolerance = 1e-3 if name in ROUNDED else 1e-6
+    # Muon orthogonalizes in bfloat16, so rounding that differs between two ways to add is not lost in its updates.
+    tolerance = 1e-3 if name in ROUNDED else 1e-5 if name == "muon" else 1e-6
     assert ours.losses == pytest.approx(losses, rel=tolerance)
     assert ours.losses[-1] != pytest.approx(ours.losses[0], rel=2e-3), "nothing was trained"
     saved = ours.adapter()
@@ -149,3 +151,10 @@ def test_schedule_free_evaluates_and_saves_its_average(runs: Matrix, stage: int,
     loaded = runs[f"loaded-{stage}{saved.replace('/', '-')}"]
     expected = runs[f"schedule_free_adamw-{stage}"].records("eval/loss")[evaluation]
     assert loaded.records("eval/loss")[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_schedule_free_trains_in_16_bits_without_zero(runs: Matrix) -> None:
+    """DeepSpeed holds the master weights apart there, and the model gets a copy of their average."""
+    exact = runs["schedule_free_adamw-0"]
+    assert runs["free-bf16"].losses == pytest.approx(exact.losses, abs=5e-3)
+    assert runs["free-bf16"].records("eval/loss") == pytest.approx(exact.records("eval/loss"), abs=5e-3)

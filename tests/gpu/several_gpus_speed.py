@@ -6,6 +6,7 @@ python -m tests.gpu.several_gpus_speed halves [key=value ...]     each half of t
 python -m tests.gpu.several_gpus_speed pairs [key=value ...]     DPO on 1 GPU, then on all
 python -m tests.gpu.several_gpus_speed large [--shape llama3.1-70b] [key=value ...]     NF4 at ZeRO-3 on all GPUs
 A line for each case. Models have random weights, and Llama-3.1-8B's shape but for `large`, with r = 16 on all layers.
+`--ranks 2 base_model=random:tiny dataset.max_length=64 training.precision=fp32` tries a case without GPUs.
 """
 
 import argparse
@@ -57,14 +58,13 @@ def measure(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/step_ms" in line][warm_up:]
     tokens, step_ms = (median(line[key] for line in steps) for key in ("perf/tokens_per_second", "perf/step_ms"))
-    peak = max(line["memory/peak_gib"] for line in steps)
+    peak = max(line.get("memory/peak_gib", 0.0) for line in steps)
     losses = " ".join(f"{line['train/loss']:.5f}" for line in lines if "train/loss" in line)
     figures = f"{tokens / gpus:9,.0f} tokens/s per GPU {step_ms:9.1f} ms {peak:7.2f} GiB"
     print(f"{name:40} {figures}  losses {losses}", flush=True)
 
 
-def sequences(folder: Path, lengths: list[int], more: list[str]) -> None:
-    cards = torch.cuda.device_count()
+def sequences(folder: Path, cards: int, lengths: list[int], more: list[str]) -> None:
     for length in lengths:
         write_text(folder / f"{length}.jsonl", length)
         data = {"dataset.path": str(folder / f"{length}.jsonl"), "dataset.max_length": length}
@@ -74,8 +74,7 @@ def sequences(folder: Path, lengths: list[int], more: list[str]) -> None:
             measure(folder, f"{length:,} tokens, {count} GPUs", count, settings, more)
 
 
-def hosts(folder: Path, more: list[str]) -> None:
-    cards = torch.cuda.device_count()
+def hosts(folder: Path, cards: int, more: list[str]) -> None:
     write_text(folder / "text.jsonl", 2048)
     data = {"dataset.path": str(folder / "text.jsonl"), "training.max_steps": 12}
     settings, program = {**SHARDED, **data}, "tests.gpu.named_host_rank"
@@ -86,9 +85,8 @@ def hosts(folder: Path, more: list[str]) -> None:
     measure(folder, "all, by NVLink", cards, settings, more, warm_up=4)
 
 
-def halves(folder: Path, more: list[str]) -> None:
+def halves(folder: Path, cards: int, more: list[str]) -> None:
     """Compare a base sharded within each half, and over all GPUs, with one half alone."""
-    cards = torch.cuda.device_count()
     write_text(folder / "text.jsonl", 2048)
     data = {**SHARDED, "dataset.path": str(folder / "text.jsonl"), "training.max_steps": 12}
     measure(folder, "one half", cards // 2, data, more, warm_up=4)
@@ -98,23 +96,23 @@ def halves(folder: Path, more: list[str]) -> None:
         measure(folder, f"{within}, by sockets", cards, settings, more, program=program, variables=apart, warm_up=4)
 
 
-def pairs(folder: Path, more: list[str]) -> None:
+def pairs(folder: Path, cards: int, more: list[str]) -> None:
     write_data(folder, 200)
     settings = {
         "task": "preference", "dataset.path": str(folder / "pairs.jsonl"), "dataset.packing": True,
         "dataset.max_length": 2048, "training.batch_size": 1, "training.max_steps": 14, "zero.stage": 2,
     }  # fmt: skip
-    for count in (1, torch.cuda.device_count()):
+    for count in (1, cards):
         measure(folder, f"DPO, {count} GPUs", count, settings, more, warm_up=5)
 
 
-def large(folder: Path, shape: str, more: list[str]) -> None:
+def large(folder: Path, cards: int, shape: str, more: list[str]) -> None:
     write_text(folder / "text.jsonl", 2048)
     settings = {
         **SHARDED, "base_model": f"random:{shape}", "adapter": "qlora", "dataset.path": str(folder / "text.jsonl"),
         "training.gradient_checkpointing": "non_reentrant", "training.max_steps": 6,
     }  # fmt: skip
-    measure(folder, shape, torch.cuda.device_count(), settings, more, warm_up=2)
+    measure(folder, shape, cards, settings, more, warm_up=2)
 
 
 def main() -> None:
@@ -122,16 +120,18 @@ def main() -> None:
     parser.add_argument("what", choices=("sequences", "hosts", "halves", "pairs", "large"))
     parser.add_argument("--lengths", default="65536,131072")
     parser.add_argument("--shape", default="llama3.1-70b")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: the GPUs")
     arguments, more = parser.parse_known_args()
-    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    ranks, card = arguments.ranks, torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{ranks} x {card}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if arguments.what == "sequences":
-            sequences(folder, [int(length) for length in arguments.lengths.split(",")], more)
+            sequences(folder, ranks, [int(length) for length in arguments.lengths.split(",")], more)
         elif arguments.what == "large":
-            large(folder, arguments.shape, more)
+            large(folder, ranks, arguments.shape, more)
         else:
-            {"hosts": hosts, "halves": halves, "pairs": pairs}[arguments.what](folder, more)
+            {"hosts": hosts, "halves": halves, "pairs": pairs}[arguments.what](folder, ranks, more)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "scu": {"enabled": True, "target": 1e-6, "lambda_start": 1.0},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / "run.yaml"), "--num-gpus", "1"]
+    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / "run.yaml"), "--num-gpus", "1", "--verbose"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     env.pop("DS_ACCELERATOR", None)
     result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=540)

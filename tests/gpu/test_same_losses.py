@@ -104,13 +104,15 @@ def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain: Plain, name: s
 
 
 @pytest.mark.parametrize("name", [f"bf16-{stage}" for stage in STAGES] + ["packed-bf16"])
-def test_bf16_losses_are_as_near_as_two_kernels_of_attention_are(runs: Matrix, plain: Plain, name: str) -> None:
-    """A distance beyond both runs of plain PEFT may not exceed what lies between those two."""
+def test_bf16_losses_are_as_near_to_fp32_as_those_of_plain_peft(runs: Matrix, plain: Plain, name: str) -> None:
+    """The root mean square of the distances, over two kernels of attention: a largest one is chance."""
     packed = name.startswith("packed")
-    first, second = (plain.losses(packed=packed, precision="bf16", attention=kernel) for kernel in ("sdpa", "eager"))
-    spread = max(abs(one - other) for one, other in zip(first, second, strict=True))
-    beyond = 0.0
-    for ours, one, other in zip(runs[name].losses, first, second, strict=True):
-        beyond = max(beyond, min(one, other) - ours, ours - max(one, other))
-    print(f"{name:<14} largest distance beyond both PEFT runs {beyond:.1e}, spread of the two {spread:.1e}")
-    assert beyond <= spread
+    exact = torch.tensor(plain.losses(packed=packed, precision="fp32"))
+
+    def distance(losses: list[float]) -> float:
+        return float((torch.tensor(losses) - exact).square().mean().sqrt())
+
+    kernels = [plain.losses(packed=packed, precision="bf16", attention=kernel) for kernel in ("sdpa", "eager")]
+    ours, theirs = distance(runs[name].losses), max(map(distance, kernels))
+    print(f"{name:<14} distance to fp32 {ours:.1e}, of plain PEFT {theirs:.1e}")
+    assert ours <= 1.25 * theirs

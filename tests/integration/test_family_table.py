@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from scripts import family_table
 from scripts.family_table import COLUMNS, PAGE, page, read
 
 SAMPLE = ("deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss mamba2 minimax_m2 musicgen nemotron_h qwen3_5 zamba2").split()
@@ -25,12 +27,30 @@ def test_the_page_is_that_of_the_measurements() -> None:
     assert PAGE.read_text() == page(read()), "python -m scripts.family_table --page"
 
 
+def test_a_new_family_takes_its_place_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_table, "DATA", tmp_path / "families.yaml")
+    monkeypatch.setattr(family_table, "PAGE", tmp_path / "models.md")
+    cells = dict.fromkeys(COLUMNS, "equal")
+    family_table.write({"transformers": "5", "families": {"mixtral": cells, "llama": cells}})
+    assert (tmp_path / "models.md").read_text() == page(read())
+
+
 def test_no_measured_family_differs_or_fails() -> None:
     """Every cell is equal to plain PEFT or refused; `not built` is a family without a tiny configuration."""
     cells = {(kind, name): cell for kind, found in read()["families"].items() for name, cell in found.items()}
     assert cells and {name for _, name in cells} == {*COLUMNS}
     faults = [each for each, cell in cells.items() if cell.partition(":")[0] not in ("equal", "refused", "not built")]
     assert faults == []
+
+
+def test_a_family_without_a_result_in_time_is_left_for_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(family_table, "DATA", tmp_path / "families.yaml")
+    monkeypatch.setattr(family_table, "PAGE", tmp_path / "models.md")
+    monkeypatch.setattr(family_table, "TIMEOUT_S", 0.0)
+    assert family_table.main(["llama"]) == 0
+    assert "no result after 0 s" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

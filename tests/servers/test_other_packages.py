@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 DEPLOY = "tests/integration/test_deploy.py"
 PACKAGES = {
     "trackers": ("tests/unit/test_trackers.py", "", ("mlflow-skinny", "swanlab", "comet_ml", "trackio")),
+    "s3": ("tests/integration/test_s3.py", "", ("s3fs", "moto[s3]", "flask", "flask-cors")),
     "kubeflow": (DEPLOY, "kubeflow and knows", ("kubeflow-trainer-api",)),
     "skypilot": (DEPLOY, "skypilot and knows", ("skypilot",)),
     "ray": (DEPLOY, "ray_takes", ("ray[default]",)),

@@ -116,10 +116,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},
         "evaluation.json_schema=gone.json: cannot be used (",
     ),
-    "no function": ({"evaluation__metrics": ["mine.py:gone"]}, "evaluation.metrics=mine.py:gone: cannot be loaded ("),
+    "no function": (
+        {"evaluation__metrics": ["mine.py:gone"]},
+        "evaluation.metrics=mine.py:gone: mine.py defines no function gone",
+    ),
+    "no file": ({"evaluation__metrics": ["gone.py:f"]}, "evaluation.metrics=gone.py:f: no such file gone.py; use FILE"),
     "exits": (
         {"evaluation__metrics": ["exits.py:f"]},
-        "evaluation.metrics=exits.py:f: cannot be loaded (SystemExit: 3)",
+        "evaluation.metrics=exits.py:f: SystemExit: 3; correct exits.py",
     ),
     "no number": (
         {"evaluation__metrics": ["mine.py:words"]},

@@ -311,10 +311,6 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "model.attn_implementation=flex_attention": ("flex_attention: needs a GPU",),
     "model.tokenizer=no-data": ("model.tokenizer=no-data: ",),
     "model.pad_token=<none-such>": ("model.pad_token=<none-such>: not in the vocabulary", "model.added_tokens"),
-    "dataset.max_length=257": (
-        "dataset.max_length=257: the model was made for 256 tokens",
-        "use 256 or less, or set model.rope_scaling",
-    ),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
     "parallel.sequence=3": ("parallel.sequence=3: LlamaForCausalLM has 4 attention heads", "use a divisor of"),
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
@@ -348,6 +344,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
     "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no enable_thinking; use strip",),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
+    "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
+        "training.gradient_checkpointing_layers=9: the model has 2; remove it to recompute all",
+    ),
     "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: tokenised data cannot be written there",),
     "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),
 }
@@ -399,7 +398,6 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("trainer.commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
         ("trainer.commands.estimate", []),
         ("trainer.commands.validate", ["--colour"]),
         ("trainer.commands.prepare_run", ["c.yaml", "--world-size", "0"]),

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.families import tiny_config
 from tests.tiny import make_model
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model.base import check_weights, load_base_model, load_model_config, load_tokenizer
+from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config, load_tokenizer
 from trainer.model.model_kind import check_kind
 
 Change = Callable[[Path], object]
@@ -150,8 +151,14 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
-    "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
-    "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
+    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is stored in it",)),
+    "gptq rules": (quantised("gptq", bits=4, dynamic=[1]), ("config.json: quantization_config.dynamic",)),
+    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is stored in it",)),
+    "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
+    "odd groups": (
+        quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
+        ("4-bit Nones by None of 0, and of 4 bits only",),
+    ),
     "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
     "mxfp4": (
         quantised("mxfp4"),
@@ -314,3 +321,9 @@ def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
     pieces = load_base_model(str(folder), ModelSection(), quantization=QuantizationSection(), **cpu)
     assert pieces.generation_config.repetition_penalty == whole.generation_config.repetition_penalty == 1.75
     assert pieces.generation_config == whole.generation_config
+
+
+def test_a_package_that_a_model_needs_is_named(tmp_path: Path) -> None:
+    tiny_config("gemma3n").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^base_model=.*: TimmWrapperModel requires the timm library; install it"):
+        empty_model(load_model_config(str(tmp_path), ModelSection()), ModelSection())

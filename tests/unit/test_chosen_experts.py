@@ -91,6 +91,7 @@ def test_experts_are_those_of_from_pretrained(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", [*SOME, *OTHERS])
 def test_so_they_are_for_100_000_tokens_in_every_family(kind: str, tmp_path: Path) -> None:
     check(kind, 100_000, tmp_path)

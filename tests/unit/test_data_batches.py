@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
 from trainer.data import Batches, MicroBatch, Sample, Samples, SampleStream, StreamBatches, evaluation_batches
-from trainer.data.batches import IGNORED, collate
+from trainer.data.batches import IGNORED, collate, merge_batches
 from trainer.data.grouping import best_fit
 from trainer.data.samples import join
 
@@ -288,3 +288,29 @@ def test_a_repeated_step_and_a_resumed_stream_read_nothing_twice_but_that_step()
 def test_a_stream_without_samples_is_refused() -> None:
     with pytest.raises(UserError, match=r"dataset.streaming=true: the stream holds nothing to train on"):
         stream_batches(0).step_batches(0, 0)
+
+
+@pytest.mark.parametrize("layout", ["rows", "packs", "flat"])
+def test_merged_batches_are_those_of_all_rows_together(layout: str) -> None:
+    """Padding of packs is a document of its own in both, of one token or of several."""
+    draw = np.random.default_rng(0)
+
+    def sample(*lengths: int) -> Sample:
+        tokens = int(sum(lengths))
+        weights = draw.choice([0.0, 0.5, 1.0], tokens).tolist()
+        return Sample(draw.integers(3, 50, tokens).tolist(), weights, list(lengths))
+
+    several = layout != "rows"
+    groups = [[sample(5, 3) if several else sample(8)], [sample(4), sample(2, 9) if several else sample(11)]]
+    options: dict[str, Any] = {"packed": several, "flat": layout == "flat"}
+    merged = merge_batches([collate(rows, 0, **options) for rows in groups], 0)
+    expected = collate([row for rows in groups for row in rows], 0, **options)
+    for name in ("input_ids", "targets", "attention_mask", "unpadded", "cu_seqlens", "weights"):
+        found, wanted = getattr(merged, name), getattr(expected, name)
+        assert (found is None) == (wanted is None), name
+        assert found is None or torch.equal(found, wanted), name
+    assert (merged.tokens, merged.max_seqlen) == (expected.tokens, expected.max_seqlen)
+    if several:
+        assert merged.position_ids is not None and expected.position_ids is not None
+        kept = expected.unpadded if expected.unpadded is not None else torch.ones_like(expected.input_ids)
+        assert torch.equal(merged.position_ids * kept, expected.position_ids * kept)

@@ -357,8 +357,11 @@ def test_refuses_in_one_line(tokenizer: PreTrainedTokenizerBase, name: str) -> N
 
 
 def test_a_template_that_does_not_compile_names_itself(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match=r"the tokenizer's own unless one is set, cannot be used .*set another one"):
+    with pytest.raises(UserError, match=r"this template cannot be used .*set another one"):
         encode(tokenizer, "{% for %}", TALK)
+    nested = "{% for a in range(90000) %}{% for b in range(90000) %}x{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"this template cannot be used \(it takes more than 3 seconds\)"):
+        encode(tokenizer, nested, TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
         find_chat_template(tokenizer, " ")
 

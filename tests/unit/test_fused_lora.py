@@ -149,7 +149,7 @@ def test_the_self_test_finds_a_wrong_operator(folder: Path, monkeypatch: pytest.
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
-    group = module._Group([module._Member(layer)])
+    group = module.Group([module.Member(layer)])
     check_operators([group])
     right = ops.lora_group
     monkeypatch.setattr(ops, "lora_group", lambda x, w, b, d, u, s, p: right(x, w, b, d, u, [1.0] * len(s), p))
@@ -164,7 +164,7 @@ def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypat
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
-    group = module._Group([module._Member(layer)])
+    group = module.Group([module.Member(layer)])
     check_operators([group], many=True)
     right = ops.lora_group
 
@@ -184,4 +184,4 @@ def test_the_self_test_of_a_wide_layer_stays_in_the_range_of_fp16() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"wide": nn.Linear(64, 6448, bias=False, dtype=torch.float16)})
     get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=["wide"]), autocast_adapter_dtype=False)
-    check_operators([module._Group([module._Member(model["wide"])])], many=True)
+    check_operators([module.Group([module.Member(model["wide"])])], many=True)

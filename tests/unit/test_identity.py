@@ -121,7 +121,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no template": (
         lambda run: (run / "chat_template.jinja").unlink(),
-        "chat_template.jinja was changed after",
+        "chat_template.jinja was deleted after",
     ),
     "quantisation": (lambda run: edit(run / "training_config.json", adapter="qlora"), "adapter=qlora: .* with lora"),
 }

@@ -250,7 +250,6 @@ def test_prompts_and_texts_of_axolotl() -> None:
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
         ),
-        ("gptq: true\n", "theirs.yml:40: gptq=true: a GPTQ base is not supported"),
         ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not supported"),
     ],
 )
@@ -264,7 +263,7 @@ def test_unsupported_values_are_refused() -> None:
         AXOLOTL.replace("paged_adamw_32bit", "schedule_free_adamw")
     )
     assert "type=context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
-    assert "weights are in AWQ" in refused(AXOLOTL.replace("small-llama", "small-AWQ"))
+    assert "weights are in HQQ" in refused(AXOLOTL.replace("small-llama", "small-HQQ"))
 
 
 @pytest.mark.parametrize(

@@ -335,3 +335,34 @@ def test_scripts_that_train_otherwise_are_refused(script: str) -> None:
 @pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.KEYS_V1, trl.KEYS])
 def test_every_row_leads_to_a_setting(table: Table) -> None:
     assert {key.to for key in table.values()} - {""} <= set(setting_names())
+
+
+@pytest.mark.parametrize(
+    "text", [AXOLOTL + "eval_steps: -5\n", FACTORY + "eval_steps: -5\n", AXOLOTL + "evals_per_epoch: -1\n"]
+)
+def test_a_negative_interval_is_refused_without_data_to_evaluate_on(text: str) -> None:
+    with pytest.raises(UserError, match=r"^x.yml:7: eval.*=-[15]: must be 0 or more$"):
+        imported(text)
+    imported(text + "eval_strategy: 'no'\n")
+
+
+def test_no_saves_within_the_run_are_no_saves_every_500_steps() -> None:
+    assert imported(FACTORY + "save_steps: 0\n")[0].training.save_steps == 0
+    assert imported(FACTORY)[0].training.save_steps == 500
+
+
+def test_an_option_without_a_value_has_none_in_its_message() -> None:
+    with pytest.raises(UserError, match=r"^--learning_rate: must be a number"):
+        written([*TRL, "--learning_rate"])
+
+
+def test_one_value_of_an_option_is_a_list() -> None:
+    dpo = ["trl", "dpo", *TRL[1:], "--loss_type", "sigmoid", "hinge", "--loss_weights"]
+    with pytest.raises(UserError, match=r"^--loss_weights=1: must have a number for each loss of loss_type$"):
+        written([*dpo, "1"])
+    assert dict(written([*dpo, "1", "0.5"])[0].preference.loss) == {"dpo": 1.0, "hinge": 0.5}
+
+
+def test_a_missing_file_of_another_trainer_is_no_preset() -> None:
+    with pytest.raises(UserError, match=r"^gone.yml: no such file; check its name$"):
+        written(["gone.yml"])

@@ -35,7 +35,7 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
     llama = planner("llama", Machine.assumed(2, "bf16"), vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
     memory = 2 * GIB
-    longest = find_longest(llama, config, memory, None)
+    longest = find_longest(llama, config, memory)
     assert list(longest) == [1, 2] and 1.9 < longest[2] / longest[1] < 2.1
     assert needed(llama, config, longest[1]) <= memory < needed(llama, config, longest[1] + longest[1] // 20)
 
@@ -43,16 +43,31 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
 def test_a_short_sequence_is_found_to_256_tokens() -> None:
     llama = planner("llama", vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
-    assert find_longest(llama, config, needed(llama, config, 2400), None) == {1: 2304}
+    assert find_longest(llama, config, needed(llama, config, 2400)) == {1: 2304}
 
 
-def test_host_memory_bounds_what_is_kept_there() -> None:
-    """Two layers of 256 in 16 bits: 1,024 bytes per token; attention is then computed again."""
-    llama = planner("llama", vocab_size=512)
+def test_what_has_no_room_in_host_memory_stays_on_the_device() -> None:
+    """Eight layers of 256 in 16 bits: 512 bytes per token and layer, of which two are on the device while copied."""
+    llama = planner("llama", vocab_size=512, num_hidden_layers=8)
     config = RunConfig.model_validate(SETTINGS)
-    found = find_longest(llama, config, 2 * GIB, 2**25)[1]
-    assert 2**15 * 63 / 64 < found <= 2**15
-    assert find_longest(llama, config, 2 * GIB, 2**10) == {1: 0}
+    room = 2**25
+
+    def find(host: int | None) -> int:
+        return find_longest(replace(llama, machine=replace(llama.machine, host_room=host)), config, 2 * GIB)[1]
+
+    bounded, unbounded = find(room), find(None)
+    assert room / 4096 < bounded < unbounded
+    of_length = replace(
+        llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_room=room)
+    )  # fmt: skip
+    config = apply_changes(config, {"dataset.max_length": bounded})
+    work = of_length.work(config, of_length.decisions(config))
+    one = 512 * bounded
+    none, some, every = (of_length.seen(replace(work, host_room=host)) for host in (0, room, None))
+    assert (none.on_host, some.on_host, every.on_host) == (0, room // one * one, 8 * one)
+    assert none.kept - some.kept == some.on_host - min(2 * one, some.on_host)
+    assert none.kept - every.kept == 6 * one
+    assert find(2**10) == 0  # too little to load the weights
 
 
 def test_the_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +75,13 @@ def test_the_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text(yaml.safe_dump(SETTINGS | {"output_dir": str(tmp_path / "run")}))
     arguments = [str(file), "--gpus", "1", "--gpu-memory", "2GiB"]
     assert main([*arguments, "--max-length", "auto", "--json"]) == 0
-    (length,) = json.loads(capsys.readouterr().out).values()
-    assert length > 1024
+    (found,) = json.loads(capsys.readouterr().out).values()
+    length, seconds = found["tokens"], found["step_s"]
+    assert length > 1024 and seconds > 0
     assert main([*arguments, "--max-length", "auto"]) == 0
-    assert f"longest sequence with parallel.sequence=1: {length:,} tokens" in capsys.readouterr().out
-    assert main([*arguments, "--host-memory", "8GiB"]) == 2
-    assert capsys.readouterr().err.startswith("error: --host-memory 8GiB: has no effect without --max-length auto")
+    assert (
+        f"longest sequence with parallel.sequence=1: {length:,} tokens; a step on H100 {seconds:,.1f} s"
+        in capsys.readouterr().out
+    )
+    assert main([*arguments, "--host-memory", "8TB/s"]) == 2
+    assert capsys.readouterr().err.startswith("error: --host-memory 8TB/s: not an amount of memory")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ops.reference import FP4_VALUES
 from tests.mixtures import EXPERTS, SMALL, make_mixture, store_in_mxfp4
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model import mxfp4
@@ -56,7 +57,7 @@ def test_what_was_mxfp4_is_written_to_the_bit_and_other_values_to_the_nearest() 
     drawn = torch.randn(5, 7, 64)
     rounded = mxfp4.dequantized(*mxfp4.quantized(drawn), torch.float32).view(drawn.shape)
     scale = torch.ldexp(torch.ones(1), mxfp4.quantized(drawn)[1].int() - 127).repeat_interleave(32, -1)
-    steps = torch.tensor(sorted(set(mxfp4.VALUES)))
+    steps = torch.tensor(sorted({sign * each for each in FP4_VALUES for sign in (1, -1)}))
     nearest = ((drawn / scale)[..., None] - steps).abs().min(-1).values
     torch.testing.assert_close(((drawn - rounded) / scale).abs(), nearest)
     assert torch.equal(mxfp4.dequantized(*mxfp4.quantized(torch.zeros(32)), torch.float32), torch.zeros(1, 32))

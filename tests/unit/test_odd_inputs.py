@@ -1,6 +1,9 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
+import contextlib
 import json
+import os
+import re
 from collections.abc import Callable, KeysView
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,13 @@ from benchmarks.compare.__main__ import main as compare
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
+from launcher.targets.slurm import read_allocation
 from tests.families import save_family
 from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
 from trainer.commands import push
+from trainer.commands.estimate import main as estimate
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
@@ -30,6 +35,7 @@ from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
+from trainer.monitor.metrics import read_metrics
 from trainer.setup.preflight import prepare
 
 Command = Callable[..., str]
@@ -145,7 +151,7 @@ def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
     [
         ("trl sft --model_name_or_path m --dataset_name d --desirable_weight -1", "--desirable_weight=-1: must not be"),
         ("trl nosuch --model_name_or_path m --dataset_name d", "trl nosuch: no command of TRL; use trl sft, dpo, kto"),
-        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16=true: bf16 is set as well; remove"),
+        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16: bf16 is set as well; remove"),
     ],
 )
 def test_values_that_would_be_dropped_are_checked(words: str, line: str) -> None:
@@ -301,3 +307,110 @@ def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_flags(tmp_path / "flags.yaml", options)
     assert str(caught.value) == "--lora-r=-1: must be 1 or more"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["training.eval_steps=0.5"], r"training.eval_steps=0.5: nothing is held out"),
+        (["training.eval_steps=1.5"], r"eval_steps=1.5: must be a whole number, or below 1 as a fraction of the run"),
+        (["dataset.val_split=true"], r"must be a number \(.*: a fraction up to 0.5, or a number \(1 or more\)\)"),
+        (
+            ["dataset.roles={user: [x], assistant: [x, y]}"],
+            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; keep one of them",
+        ),
+    ],
+)
+def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=line):
+        load_config(make_ground(tmp_path) / "base.yaml", words)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
+        ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, and no line of three dots between them$"),
+        ("'': 1\n", "error: '': unknown setting"),
+    ],
+)
+def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path / "c.yaml")
+    assert re.search(line, f"error: {caught.value}", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "more", "line"),
+    [
+        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: has columns as lists .prompt, completion."),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test., not a list"),
+        ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
+         "dataset.fields.prompt=q: also the field of completion; name another one"),
+        ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
+         "record 1: rejected is a list of texts; keep one of them"),
+        ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; correct it"),
+    ],
+)  # fmt: skip
+def test_data_of_another_form_is_described(name: str, content: Any, more: list[str], line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    if content is None:
+        (ground / name).symlink_to("gone")
+    else:
+        (ground / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=line):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / name}", *more]).config)
+
+
+def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    with pytest.raises(UserError, match=r"^output_dir=/proc/x: /proc is on no disk; use another folder$"):
+        prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
+    file = ground / "train.jsonl"
+    with pytest.raises(UserError, match=r"cannot be written there \(File exists\); use a folder, not a file$"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "c.yaml", "--num-gpus", "two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
+        (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
+        (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; `zerolora submit"),
+    ],
+)
+def test_numbers_of_the_launcher_are_named(words: list[str], line: str, refuse: Command) -> None:
+    assert refuse(*words).startswith(line)
+
+
+def test_nodes_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `scontrol` that fails, as without a configuration of SLURM."""
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho 'scontrol: fatal: no configuration' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    problem = r"scontrol cannot list its nodes \(scontrol: fatal: no configuration\); run this on a host of the cluster"
+    with pytest.raises(UserError, match=rf"^SLURM_JOB_NODELIST=n\[1-2\]: {problem}"):
+        read_allocation(given)
+
+
+def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(make_ground(tmp_path) / "base.yaml")
+    for words, line in {
+        ("--price", "free"): "--price: free: must be a number",
+        ("--gpu-memory", "-5GiB"): "--gpu-memory -5GiB: not an amount of memory; write 80GiB",
+    }.items():
+        with contextlib.suppress(SystemExit):
+            estimate([config, *words])
+        assert line in capsys.readouterr().err
+
+
+def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": NaN}\n')
+    with pytest.raises(UserError, match=r"\(train/loss: must be below 1e\+\d+\)"):
+        list(read_metrics(tmp_path))

@@ -114,7 +114,7 @@ PLACES = {
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
-    "/proc/run": "0.00 GiB free",
+    "/proc/run": "/proc is on no disk",
     "odd": "logs is a file",
 }
 

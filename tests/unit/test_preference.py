@@ -190,15 +190,26 @@ def test_eval_measures_pairs(ground: Path, name: str, capsys: pytest.CaptureFixt
         assert (found["base"]["accuracy"], found["base"]["margin"]) == (0.5, 0.0)
 
 
-def test_eval_refuses_pairs_that_it_cannot_compare(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = ground / "labelled"
+def test_eval_measures_labelled_answers(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The held-out loss of training, and margins from the baseline of a batch, with the sign of the label."""
+    folder, result = ground / "labelled", ground / "labelled.json"
     write_answers(ground / "answers.jsonl", 12)
     train(
-        ground, **STEPS, preference__loss="kto", output_dir=str(folder),
-        dataset__path=str(ground / "answers.jsonl"), dataset__val_split=0.34,
+        ground, **STEPS, preference__loss="kto", output_dir=str(folder), training__eval_batch_size=4,
+        dataset__path=str(ground / "answers.jsonl"), dataset__val_split=0.34, training__eval_steps=4,
     )  # fmt: skip
-    assert evaluate.main([str(folder)]) == 2
-    assert "preference.loss=kto compares answers of a whole batch; see eval/rewards" in capsys.readouterr().err
+    assert evaluate.main([str(folder), "--json", str(result)]) == 0
+    shown, found = capsys.readouterr().out, json.loads(result.read_text())
+    assert f"{found['answers']} answers" in shown and "distance from baseline" in shown
+    last = {name: read_metric(folder, f"eval/{name}")[-1] for name in ("loss", "kl")}
+    assert found["adapter"]["loss"] == pytest.approx(last["loss"], abs=1e-6)
+    assert found["base"] | {"loss": 0.5, "accuracy": 0.5, "margin": 0.0} == found["base"]
+    assert found["adapter"]["loss"] == pytest.approx(0.5 - found["adapter"]["margin"] / 4, abs=1e-4)  # sigmoid at 0
+    pairs = str(ground / "train.jsonl")
+    assert evaluate.main([str(folder), "--data", pairs]) == 2
+    assert f"error: --data={pairs}, read as in training: preference.loss=kto: " in capsys.readouterr().err
+    assert evaluate.main([str(folder), "--base-model", pairs]) == 2
+    assert f"error: --base-model={pairs}: is a file; use the folder of a model" in capsys.readouterr().err
 
 
 def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:

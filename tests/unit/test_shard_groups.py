@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_model, write_chats
+from trainer.commands.doctor.ranks import check_shard_groups
 from trainer.commands.estimate import build_planner, main
 from trainer.config import UserError, load_config
 from trainer.parallel.ranks.group import Within, list_groups
@@ -31,6 +32,24 @@ def test_groups_follow_the_hosts(within: Within, groups: list[list[int]]) -> Non
 def test_groups_of_unequal_size_are_refused() -> None:
     with pytest.raises(UserError, match=r"zero.shard_within=4: 6 ranks cannot .* Use host, all or a divisor"):
         list_groups(4, HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "found"),
+    [
+        (["zero.stage=3"], "OK", "auto: copies of the base: 3, over 1 or 2 or 3 ranks each, if one fits a host"),
+        (
+            ["zero.stage=3", "zero.shard_within=all"],
+            "WARN",
+            "all: copies of the base: 1, over 6 ranks each; weights",
+        ),
+        (["zero.stage=3", "zero.shard_within=4"], "FAIL", "6 ranks cannot be divided into groups of 4"),
+    ],
+)
+def test_doctor_reports_the_groups(config: Path, settings: list[str], state: str, found: str) -> None:
+    (check,) = check_shard_groups(load_config(config, settings).config, HOSTS)
+    assert (check.name, check.state) == ("zero.shard_within", state) and found in check.found
+    assert not [*check_shard_groups(load_config(config, ["zero.stage=2"]).config, HOSTS)]
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from trainer.model.base import check_weights, empty_model, load_base_model, load
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
-from trainer.model.stored_fp8 import Fp8Form, check_saved_modules, check_settings_fit
+from trainer.model.stored_fp8 import Fp8Form
+from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.parallel.engine.layer_gather.unit import find_slots
 from trainer.patches.fused_lora import fuse
 
@@ -198,15 +199,18 @@ def run_config(base: Path, **settings: Any) -> RunConfig:
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "nf4": ({"adapter": "qlora"}, r"quantization.quant_type=nf4: .* stored in FP8 .* use adapter: lora, or quant"),
+    "nf4": (
+        {"adapter": "qlora"},
+        r"quant_type=nf4: .* second time .* stored in FP8; use adapter: lora, or quant",
+    ),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* a second time"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the base's weights, .* stores in FP8; leave it out"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; leave it out"),
     "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; use the 16-bit"),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",
     ),
-    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the base's weights, .* or use the 16-bit model"),
+    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of .* or use the 16-bit model"),
 }
 
 
@@ -238,16 +242,17 @@ def test_all_weights_cannot_be_trained_in_it(root: Path) -> None:
 
 PACKED = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "awq"),
+    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq, 8 bits, and only 4 are read"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv, and only gemm are read"),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8 of bitsandbytes"),
     "nvfp4": (
         {
             "quant_method": "compressed-tensors",
             "format": "nvfp4-pack-quantized",
-            "config_groups": {"g": {"weights": PACKED}},
+            "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized",
+        "compressed-tensors, nvfp4-pack-quantized, inputs are quantised too, as in W4A4, and of 4 bits only W4A16 "
+        "integers by group or channel and NVFP4 are read",
     ),
     "int8": (
         {

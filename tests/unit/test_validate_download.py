@@ -52,6 +52,33 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert not Path("run").exists()
 
 
+def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_table(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = [str(config), "dataset.max_length=512"]
+    assert validate.main(longer) == 0
+    said = (
+        "warning: dataset.max_length=512: the model was made for 256 tokens; it may learn little from longer documents"
+    )
+    assert said in capsys.readouterr().out
+    assert validate.main([*longer, "model.rope_scaling={type: yarn, factor: 4}"]) == 0
+    assert "the model was made for" not in capsys.readouterr().out
+    tiny_family("opt").save_pretrained("table")
+    limit = tiny_family("opt").config.max_position_embeddings
+    words = [
+        str(config),
+        "base_model=table",
+        "model.tokenizer=model",
+        "adapter=lora",
+        f"dataset.max_length={limit + 1}",
+    ]
+    assert validate.main(words) == 2
+    assert (
+        f"the model was made for {limit} tokens, which is the end of its positions; use {limit}"
+        in capsys.readouterr().err
+    )
+
+
 UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
 
 
@@ -133,7 +160,6 @@ def test_it_says_what_the_settings_mean(
             "training.decay_ratio=0.9: 3 of 6 steps are warm-up, which leaves less for the decay; use 0.5 or less",
         ),
         ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
-        ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )
 def test_a_mistake_is_one_line(override: str, complaint: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 import base64
 import json
 import math
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,33 @@ import yaml
 from transformers import AutoTokenizer
 
 from tests.runs_in_process import train as train_run
+from tests.saved_adapters import save_adapter
 from tests.tiny import make_model
 from tests.unit.test_multimodal import train
-from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
-from trainer.commands import evaluate, generate, merge
+from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, processed, write_vision_chats
+from trainer.commands import evaluate, generate, inspect, merge
 from trainer.config import RunConfig, UserError, load_config
+from trainer.data.image_features import FeatureFiles
 from trainer.data.image_parts import IMAGE, decode_image, read_stored
-from trainer.model.image_reader import FAMILIES
+from trainer.data.samples import Samples, split_documents
+from trainer.memory.decisions import Machine
+from trainer.memory.planner import Planner
+from trainer.memory.preflight import plan_memory
+from trainer.model.base import load_base_model
+from trainer.model.image_reader import FAMILIES, cache_features
+from trainer.parallel.ranks.group import Ranks
+from trainer.patches.packed_attention import VARLEN, set_varlen
+from trainer.patches.packing_probe import keep_documents_apart
+from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
+from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
+ALL = [
+    pytest.param(family, marks=pytest.mark.skipif(family == "mistral3" and not find_spec("torchvision"), reason=reason))
+    for reason in ["transformers reads its images with torchvision, which is not installed"]
+    for family in FAMILIES
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +73,7 @@ def run_config(root: Path, family: str, **changes: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, root: Path) -> None:
     config = run_config(root, family, dataset__packing=packing)
     model, lines, losses = train(config)
@@ -65,12 +84,91 @@ def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, r
     assert any("without adapter: " in line and "vis" in line for line in lines)
 
 
+@pytest.mark.parametrize("train_images", ["projector", "lora"])
+@pytest.mark.parametrize("family", ALL)
+def test_tower_and_projector_train_as_in_peft(family: str, train_images: str, root: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForMultimodalLM
+
+    config = run_config(root, family, vision__train=train_images, dataset__packing=True)
+    model, lines, losses = train(config)
+    assert losses == pytest.approx(plain_vision_losses(config), rel=1e-5)
+    assert losses != pytest.approx(train(run_config(root, family, dataset__packing=True))[2], rel=1e-5)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    of_images = [name for name in trained if "visual" in name or "vision" in name or "projector" in name]
+    assert of_images and all("lora_" in name for name in of_images) == (train_images == "lora")
+    assert any("without adapter" in line and "vis" in line for line in lines) == (train_images == "projector")
+    save_adapter(model, tmp_path)
+    base = AutoModelForMultimodalLM.from_pretrained(root / family, dtype=torch.float32)
+    loaded = {name: each for name, each in PeftModel.from_pretrained(base, tmp_path).named_parameters()}
+    assert all(torch.equal(loaded[name], each) for name, each in model.named_parameters() if name in of_images)
+
+
+def recorded(folder: Path, name: str = "train/loss") -> list[float]:
+    records = (json.loads(line) for line in (folder / "metrics.jsonl").open())
+    return [record[name] for record in records if name in record]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("family", ALL)
+def test_losses_with_cached_features_are_those_with_the_tower(
+    family: str, packing: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = list[int]()
+    write, cache = FeatureFiles.write, tmp_path / "cache"
+    monkeypatch.setattr(FeatureFiles, "write", lambda *given: (computed.append(1), write(*given)))
+    changes = {"dataset__val_split": 4, "dataset__packing": packing, "dataset__cache_dir": str(cache)}
+    losses, held_out, counts = {}, {}, []
+    for name, cached in (("tower", False), ("first", True), ("again", True))[: 3 if family == "qwen3_vl" else 2]:
+        run = run_config(root, family, output_dir=str(tmp_path / name), vision__cache=cached, **changes)
+        (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+        train_run(tmp_path, logging__report_to="none", logging__run_name=name)
+        losses[name], held_out[name] = (recorded(Path(run.output_dir), each) for each in ("train/loss", "eval/loss"))
+        counts.append(len(computed))
+    files = list(cache.glob("features/*/*/*.safetensors"))
+    assert counts == [0, len(files), len(files)][: len(counts)] and len(files) > 5, "each image once, in the first run"
+    for found in (losses, held_out):
+        assert found["first"] == pytest.approx(found["tower"], rel=1e-6)
+        assert found.get("again", found["first"]) == found["first"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: str, root: Path) -> None:
+    """On a GPU, packs have variable-length attention if no tower runs in the step."""
+    config = run_config(root, family, dataset__packing=True, vision__cache=True)
+    prepared, ranks = prepare(config), Ranks(0, 1, 0)
+    decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
+    losses = {}
+    for attention in ("sdpa", VARLEN):
+        task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
+        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").model()
+        if attention == VARLEN:
+            set_varlen(model.get_base_model())
+        loss = task.loss(model, fused_head=decided.fused_head.value)
+        task.flat_packs = keep_documents_apart(loss, model, prepared.tokenizer.pad_token_id, CPU)
+        assert task._images is not None and isinstance(prepared.data.train, Samples)
+        cache = root / "cache"
+        task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)
+        [batch], _ = task.batches().step_batches(0, 0)
+        assert (batch.cu_seqlens is not None) == (attention == VARLEN) and batch.images
+        losses[attention] = float(loss(model, batch, CPU).detach())
+    assert losses[VARLEN] == pytest.approx(losses["sdpa"], rel=1e-6)
+
+
+def test_parts_that_learn_from_images_need_images_in_the_data(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("what?")})
+    given: dict[str, Any] = {"train": "lora", "cache": True}
+    for name, value in given.items():
+        with pytest.raises(UserError, match=f"vision.{name}: has no effect, because no record of dataset has an image"):
+            prepare(run_config(root, "gemma3", dataset__path=str(file), **{f"vision__{name}": value}))
+
+
 def write_records(path: Path, *records: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def turns(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+def turns(question: Any, answer: Any = "red") -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -155,11 +253,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
     "pairs": (
         {
-            "prompt": turns([{"type": "image", "path": "red.png"}])[:1],
-            "chosen": turns("")[1:],
-            "rejected": turns("", "x")[1:],
+            "chosen": turns("?", "red"),
+            "rejected": turns("?", [{"type": "image", "path": "red.png"}, {"type": "text", "text": "x"}]),
         },
-        "is preference data with images",
+        "record 1: chosen and rejected have different images",
     ),
 }
 
@@ -224,10 +321,11 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForMultimodalLM
 
-    for family in ("qwen2_5_vl", "gemma3"):
+    for family, parts in (("qwen2_5_vl", "lora"), ("gemma3", "projector")):
         ground = tmp_path / family
         ground.mkdir()
-        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, output_dir=str(ground / "run"))
+        more = {"vision__train": parts, "output_dir": str(ground / "run")}
+        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
         (ground / "base.yaml").write_text((root / "run.yaml").read_text())
         train_run(ground, logging__report_to="none")
         file = picture(tmp_path)
@@ -253,6 +351,89 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
         answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
         [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert shown == wanted.strip()
+
+
+def write_pairs(folder: Path, count: int) -> Path:
+    """Questions about one or two images, or none, with a right and a wrong answer."""
+    files = {name: draw(folder / f"{name}.png", colour, 60, 30).name for name, colour in COLOURS.items()}
+    names, records = list(COLOURS), []
+    for number in range(count):
+        right, wrong = names[number % 4], names[(number + 1) % 4]
+        parts = [{"type": "image", "path": files[right]}] * (number % 3)
+        prompt = turns([*parts, {"type": "text", "text": "which colour " * (1 + number % 2)}])[:1]
+        records.append({"prompt": prompt, "chosen": turns("", right)[1:], "rejected": turns("", f"{wrong} it is")[1:]})
+    return write_records(folder / "pairs.jsonl", *records)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root: Path, tmp_path: Path) -> None:
+    """SimPO: -log sigmoid(beta (mean log p of the chosen answer - that of the rejected one) - gamma)."""
+    file = write_pairs(tmp_path, 6)
+    settings = {"loss": "simpo", "beta": 2.0, "gamma": 0.5}
+    found = {}
+    for name, changes in {"rows": {}, "packs": {"dataset__packing": True}, "cached": {"vision__cache": True}}.items():
+        own: dict[str, Any] = {
+            "training__batch_size": 6,
+            "training__max_steps": 2,
+            "training__logging_steps": 1,
+            "dataset__shuffle": False,
+            **changes,
+        }
+        own |= {"output_dir": str(tmp_path / name), "dataset__cache_dir": str(tmp_path / "cache")}
+        config = run_config(
+            root,
+            family,
+            task="preference",
+            preference=settings,
+            dataset__path=str(file),
+            dataset__max_length=256,
+            **own,
+        )
+        (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+        train_run(tmp_path, logging__report_to="none", logging__run_name=name)
+        found[name] = recorded(tmp_path / name)
+    prepared = prepare(config, to_train=False)
+    model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa")
+    means = []
+    for sample in prepared.data.train:
+        for document in split_documents(sample):
+            inputs = processed(prepared, document)
+            with torch.no_grad():
+                logs = model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            trained = torch.tensor(document.trained[1:]) > 0
+            means.append(logs.gather(1, inputs["input_ids"][0, 1:, None])[trained].mean())
+    chosen, rejected = torch.stack(means[::2]), torch.stack(means[1::2])
+    wanted = -torch.nn.functional.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean()
+    assert found["rows"][0] == pytest.approx(float(wanted), rel=1e-5)
+    for name in ("packs", "cached"):
+        assert found[name][0] == pytest.approx(found["rows"][0], rel=1e-5), name
+    assert found["cached"] == pytest.approx(found["rows"], rel=1e-5)
+
+
+def test_the_report_and_inspect_show_images(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_config(root, "qwen2_5_vl", training__max_steps=1, output_dir=str(tmp_path / "run"))
+    (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+    train_run(tmp_path, logging__report_to="none")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '<img src="data:image/jpeg;base64,' in page and "&lt;|image_pad|&gt; x " in page.replace("&#124;", "|")
+    inspect.main([str(root / "run.yaml")])
+    shown = capsys.readouterr().out
+    assert "[image of " in shown and "-0.png]" in "".join(shown.split())
+
+
+def test_the_estimate_counts_the_activations_of_the_tower(root: Path) -> None:
+    found, images = {}, 1_000_000
+    cases: dict[str, Any] = {"none": {}, "lora": {"vision__train": "lora"}, "cache": {"vision__cache": True}}
+    for name, changes in cases.items():
+        config = run_config(root, "gemma3", **changes)
+        planner = Planner.of_run(Machine.assumed(1, "bf16"), config, prepare(config))
+        assert 4 <= planner.lengths.images <= 8, "one or two images of four tokens"
+        found[name] = replace(planner, lengths=replace(planner.lengths, images=images)).estimate(config)
+    assert found["none"].moment == "image tower" and "activations of the tower" not in found["cache"].terms
+    # 28 x 28 pixels in patches of 14 are 4 patches, and 4 tokens; q, k, v, out and two layers of the MLP, in bf16.
+    layer = 4 * (32 + 32) + 2 * (32 + 48)
+    assert found["none"].terms["activations of the tower"] == 3 * images * 2 * layer
+    assert found["lora"].terms["activations"] > 2 * found["none"].terms["activations of the tower"]
 
 
 def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import names_in_file
+from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,15 @@ class AdapterForm:
         Takes tenths of a second. Raises UserError for tensors that PEFT alone could not load.
         """
         trained = list(trained)
+        adapter = (choice.selected if (choice := find_choice(model)) else None) or DEFAULT
         factors = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, ExpertFactor)}
-        with tempfile.TemporaryDirectory() as folder:
-            numbers = {name: torch.tensor([number]) for number, name in enumerate(trained)}
-            model.save_pretrained(folder, state_dict=numbers)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = temporary
+            end = f".{DEFAULT}.weight"
+            own = [f"{name.removesuffix(end)}.{adapter}.weight" if name.endswith(end) else name for name in trained]
+            numbers = {name: torch.tensor([number]) for number, name in enumerate(own)}
+            model.save_pretrained(folder, state_dict=numbers, selected_adapters=[adapter])
+            folder = folder if adapter == DEFAULT else str(Path(folder) / adapter)
             saved = load_file(Path(folder) / WEIGHTS)
             in_file = names_in_file(model, saved)
             names = {in_file[name]: trained[int(number)] for name, number in saved.items()}

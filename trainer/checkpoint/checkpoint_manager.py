@@ -25,7 +25,8 @@ from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.resume_comparison import describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
+from trainer.contract.object_store import upload_run
 from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
@@ -61,6 +62,7 @@ class CheckpointManager:
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
+        self._not_uploaded = ""
 
     @phase("restore")
     def agree(self) -> None:
@@ -175,6 +177,24 @@ class CheckpointManager:
         self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
+        self._upload()
+
+    def _upload(self) -> str | None:
+        """Copy the run to its object store, if any; what fails is reported, and follows with the next checkpoint."""
+        try:
+            self._not_uploaded = ""
+            return upload_run(self._run_dir)
+        except UserError as error:
+            self._not_uploaded = str(error)
+            return None
+
+    @phase("save")
+    def upload_result(self) -> None:
+        """Copy the finished run to its object store, if any. Raises SaveFailed on rank 0."""
+        if self._ranks.is_main and (place := self._upload()):
+            self._say(f"uploaded     {escape(place)}")
+        if self._not_uploaded:
+            raise SaveFailed(f"{self._not_uploaded}; the result is in {self._run_dir}")
 
     @phase("save")
     def settle(self) -> None:
@@ -185,6 +205,9 @@ class CheckpointManager:
         with self._warn_on_failure():
             save.finish()
         self._later = []
+        if self._not_uploaded:
+            self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._not_uploaded)}; training continues")
+            self._not_uploaded = ""
         if self._aside:
             names = ", ".join(path.name for path in self._aside)
             self._say(f"checkpoints after step {self._begun_at} belong to the earlier run: kept as {names}")

@@ -18,6 +18,7 @@ from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir,
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
 from trainer.config.files import check_shape, read_json
+from trainer.contract.object_store import open_run
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -44,7 +45,7 @@ class FinishedRun:
 
 def add_run_arguments(parser: argparse.ArgumentParser, base_model: str) -> None:
     """Add the arguments of `find_run`: RUN, --base-model (`base_model` is its help) and --allow-mismatch."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model)
     parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
 
@@ -72,6 +73,8 @@ def find_run(
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
+        if Path(base_model).is_file():
+            raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
         section = config.model.model_copy(update={"revision": None})
         config = config.model_copy(update={"base_model": base_model, "model": section})
     is_path = config.base_model.startswith(("/", ".", "~"))

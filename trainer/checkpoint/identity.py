@@ -130,7 +130,8 @@ def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
 
     A base that is neither needed nor on this machine is not compared.
     """
-    problems = [f"{folder}: {name} was changed after training; restore it" for name in changed_files(folder)]
+    found = {name: "changed" if (folder / name).exists() else "deleted" for name in changed_files(folder)}
+    problems = [f"{folder}: {name} was {what} after training; restore it" for name, what in found.items()]
     then = recorded_identity(folder)
     if then is None:
         record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"

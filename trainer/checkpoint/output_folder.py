@@ -1,4 +1,7 @@
-"""Checks of the output folder before a run: its location and its content. Nothing is written here."""
+"""Checks of the output folder before a run: its location and its content.
+
+Nothing is written, except that a folder on an object store is copied here first.
+"""
 
 import errno
 import os
@@ -12,6 +15,8 @@ from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import describe_live_holder
+from trainer.contract.json_records import SWEEP
+from trainer.contract.object_store import fetch_run
 
 FREE_GIB_NEEDED = 1.0
 NAMES_SHOWN = 3
@@ -20,6 +25,7 @@ NAMES_SHOWN = 3
 def check_place(config: RunConfig) -> None:
     """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
     folder = Path(config.output_dir)
+    fetch_run(folder)
     try:
         existing = _nearest_existing(folder)
         _check_writable(folder, existing)
@@ -27,7 +33,8 @@ def check_place(config: RunConfig) -> None:
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_separate(config, folder)
         found = list_run_files(folder)
-        if found and not holds_run(folder):
+        is_ours = holds_run(folder) or (config.adapters and (folder / SWEEP).is_file())
+        if found and not is_ours:
             names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
             raise UserError(f"output_dir={folder}: holds files of something else ({names}); use a new folder")
     except OSError as error:
@@ -51,6 +58,8 @@ def find_obstacle(config: RunConfig) -> str | None:
 
 def _find_conflict(config: RunConfig) -> str | None:
     """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
+    if config.runs:  # each has a folder of its own in it
+        return next((f"{run.output_dir} {found}" for run in config.runs if (found := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None
@@ -98,7 +107,10 @@ def _check_writable(folder: Path, existing: Path) -> None:
         raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; use another disk")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
-    free_gib = shutil.disk_usage(existing).free / 2**30
+    disk = shutil.disk_usage(existing)
+    if not disk.total:
+        raise UserError(f"output_dir={folder}: {existing} is on no disk; use another folder")
+    free_gib = disk.free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need at least {FREE_GIB_NEEDED}; "

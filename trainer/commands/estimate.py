@@ -9,6 +9,7 @@ be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands import speed
-from trainer.commands.longest_sequence import find_longest, longest_lines
+from trainer.commands.longest_sequence import find_longest, longest_lines, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
@@ -25,8 +26,9 @@ from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
 from trainer.memory.decisions import Machine
-from trainer.memory.planner import Choice, Planner, gib
+from trainer.memory.planner import Choice, Planner, combine_adapters, gib
 from trainer.memory.preflight import recomputation_line
+from trainer.memory.step_time import MEASURED
 from trainer.model.base import context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.setup.kinds import kind_of
@@ -70,7 +72,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
         "sample": planner.sample_text(resolved),
-        "steps": None if count_steps(*counted) is None else steps_line(*counted),
+        "steps": None if config.runs or count_steps(*counted) is None else steps_line(*counted),
         "estimate": to_json(found),
         "bytes_received": planner.traffic(resolved),
         "fits": found.needed <= memory,
@@ -178,23 +180,30 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--gpus {gpus}: must be 1 or more")
     if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
         raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
-    if arguments.host_memory and not arguments.max_length:
-        raise UserError(f"--host-memory {arguments.host_memory}: has no effect without --max-length auto; remove it")
+    host = parse_memory(arguments.host_memory, "--host-memory") if arguments.host_memory else None
     memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
     check_ranks(config, gpus)
+    if config.runs:
+        config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
     planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
+    if host is not None:
+        per_host = planner.machine.hosts.count(planner.machine.hosts[0])
+        planner = replace(planner, machine=replace(planner.machine, host_room=host // per_host))
     of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = fit_max_length(config, of_model)
+    if config.runs:
+        notes.append(f"{len(config.runs)} adapters: one with the sum of their ranks, and the rows of all")
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:
-        per_host = arguments.gpus_per_host or gpus
-        host = parse_memory(arguments.host_memory, "--host-memory") // per_host if arguments.host_memory else None
-        longest = find_longest(planner, config, memory, host)
-        print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
+        longest = find_longest(planner, config, memory)
+        card, network = arguments.card or MEASURED, speed.find_network(planner, arguments)
+        seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
+        rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
+        print(json.dumps(rows) if arguments.json else "\n".join(longest_lines(longest, seconds, card, of_model)))
         return
     found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
     found["speed"] = speed.predict(planner, resolved, arguments)

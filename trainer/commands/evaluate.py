@@ -54,7 +54,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.setup.text_run import check_pairs, tokenize
 from trainer.tasks.lm_eval_scores import TaskScores
-from trainer.tasks.preference import PreferenceLoss
+from trainer.tasks.preference import KtoLoss, PreferenceLoss
 from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
@@ -78,6 +78,11 @@ DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
 PAIR_COLUMNS = {
     "loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f"),
 }  # fmt: skip
+ANSWER_COLUMNS = {
+    "loss": ("loss of an answer", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("distance from baseline", ".4f"),
+}  # fmt: skip
+COLUMNS: dict[str, Any] = {"documents": DOCUMENT_COLUMNS, "pairs": PAIR_COLUMNS, "answers": ANSWER_COLUMNS}
+"""Columns by what is counted; labelled answers of `kto` are compared with the baseline of their batch."""
 
 
 def evaluate(
@@ -131,11 +136,15 @@ def _name_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
+    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs.
+
+    For `kto`, over answers.
+    """
     loss = RewardLoss(model, config.reward) if config.task == "reward" else _preference_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
-    found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
+    unit = "answers" if isinstance(loss, KtoLoss) else "pairs"
+    found: dict[str, Any] = {unit: pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
         result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
         for part, interval in result.items():
@@ -148,7 +157,7 @@ def _preference_loss(model: Any, config: RunConfig) -> PreferenceLoss:
     settings = config.preference
     if settings.reference == "cached":
         settings = settings.model_copy(update={"reference": "step"})
-    return PreferenceLoss(model, settings)
+    return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
 
 
 @torch.no_grad()
@@ -197,16 +206,18 @@ def held_out_samples(
         longest = context_length(load_model_config(run.config.base_model, run.config.model))
         files = Prepared(tokenizer, None, None, longest=longest, images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
+        has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
+        if has_pairs or run.config.task == "reward":
+            check_pairs(run.config, prepared.stats)
     except UserError as error:
         if data is None:
             raise
         named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
-        raise UserError(named) from None
+        raise UserError(
+            named if named.startswith("--") else f"--data={shown(data)}, read as in training: {named}"
+        ) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
-    if has_pairs or run.config.task == "reward":
-        check_pairs(run.config, prepared.stats)
     if has_pairs and run.config.task == "preference":
         _check_reference(run)
     samples = prepared.evaluation if source is None else prepared.train
@@ -217,8 +228,6 @@ def held_out_samples(
 def _check_reference(run: FinishedRun) -> None:
     """Raise UserError if the loss of a pair needs more than the model with and without its adapter."""
     metrics = f"see eval/rewards in {run.folder}/metrics.jsonl, or pass texts or conversations with --data"
-    if "kto" in run.config.preference.loss:
-        raise UserError(f"{run.folder}: preference.loss=kto compares answers of a whole batch; {metrics}")
     if run.config.preference.reference == "cached" and run.config.lora.adapter_path is not None:
         problem = "its reference is the adapter that training began with, which the run does not keep"
         raise UserError(f"{run.folder}: lora.adapter_path={run.config.lora.adapter_path}: {problem}; {metrics}")
@@ -251,8 +260,8 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 def show(found: dict[str, Any], heading: str, console: Console) -> None:
     """Print the results, as they are written in JSON, in a table with intervals below the values."""
-    unit = "pairs" if "pairs" in found else "documents"
-    columns: dict[str, Any] = PAIR_COLUMNS if unit == "pairs" else DOCUMENT_COLUMNS
+    unit = next(unit for unit in COLUMNS if unit in found)
+    columns = COLUMNS[unit]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for title, *_ in columns.values():
@@ -361,7 +370,8 @@ def _measure_held_out(
     if has_pairs:
         model.config.pad_token_id = tokenizer.pad_token_id  # which a reward model's forward needs
         found = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **given)
-        size = f"{found['pairs']:,} pairs"
+        unit = "pairs" if "pairs" in found else "answers"
+        size = f"{found[unit]:,} {unit}"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
         found = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **given)

@@ -28,7 +28,7 @@ def _pipeline(run: FinishedRun) -> Pipeline:
 
 
 def is_image_run(run: FinishedRun) -> bool:
-    """Return whether the run trained an image model, whose adapter is also saved in diffusers' format."""
+    """Return whether the run trained an image model: its adapter is also saved in diffusers' format."""
     return (run.folder / DIFFUSERS).is_file()
 
 

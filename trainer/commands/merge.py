@@ -3,7 +3,7 @@
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
 precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
 published in MXFP4 (gpt-oss) is quantized to it again, and the error is printed. An FP8 base is dequantized to the
-requested dtype.
+requested dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored to its own format again.
 """
 
 import argparse
@@ -37,8 +37,10 @@ from trainer.model.base import load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights
-from trainer.model.stored_fp8 import fp8_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_fp8 import Fp8Form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
+from trainer.model.stored_settings import kept_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
@@ -52,6 +54,7 @@ def merge(
 ) -> Path:
     """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
 
+    `dtype` `stored`: in the 4-bit format of the base.
     `scale`: factor of the adapter's update.
     `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
 
@@ -113,6 +116,8 @@ def build_merged(
         model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
     if integers is not None:
         return model, tokenizer, integers.build_state_dict(model)
+    if dtype == "stored":
+        return model, tokenizer, requantize_four_bit(model, run.config)
     return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
 
 
@@ -147,18 +152,20 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
     """
     config = load_model_config(run.config.base_model, run.config.model)
-    fp8 = fp8_form(config) is not None
-    if fp8 and dtype == "auto":
+    kept = kept_form(config)
+    if dtype == "stored" and not isinstance(kept, FourBitForm):
+        raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
+    if isinstance(kept, Fp8Form) and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; pass "
             f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
         )
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and kept is None:
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; pass the "
             f"original model with --base-model and {ALLOW}"
         )
-    if dtype != "auto":
+    if dtype not in ("auto", "stored"):
         return DTYPES[dtype]
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
     stored = getattr(torch, stored) if isinstance(stored, str) else stored
@@ -177,7 +184,7 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
             for name in handle.keys():
                 value = handle.get_tensor(name)
                 stored_elements += value.numel()
-                if value.is_floating_point() and not torch.isfinite(value).all():
+                if value.is_floating_point() and not torch.isfinite(value.float()).all():
                     raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
                 # transformers stores some layers (experts) under other names than in memory.
                 if name in expected and not torch.equal(value, expected[name]):
@@ -197,9 +204,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype",
-        choices=("auto", *DTYPES),
+        choices=("auto", "stored", *DTYPES),
         default="auto",
-        help="dtype of the weights (auto: as the base is stored, with --quantize as trained)",
+        help="dtype of the weights (auto: as config.json says, with --quantize as trained; stored: the base's 4 bits)",
     )
     parser.add_argument(
         "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
@@ -224,8 +231,9 @@ def main(argv: list[str] | None = None) -> None:
         auto = "AutoModelForSequenceClassification" if run.config.task == "reward" else "AutoModelForCausalLM"
         print(f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})")
         return
-    if arguments.quantize is not None:
-        raise UserError(f"--quantize={arguments.quantize}: is for language models; merge without it")
+    if arguments.quantize is not None or arguments.dtype == "stored":
+        given = "--dtype=stored" if arguments.quantize is None else f"--quantize={arguments.quantize}"
+        raise UserError(f"{given}: is for language models; merge without it")
     merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale)
     print(f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})")
 
@@ -259,15 +267,38 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
                 parts[part].append(value)
         values |= {name + part: torch.stack(each) for part, each in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
-    print(_describe_error(changed, lost, size), file=sys.stderr)
+    print(_describe_error("experts", "MXFP4", changed, lost, size), file=sys.stderr)
     return values
 
 
-def _describe_error(changed: float, lost: float, size: float) -> str:
+def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
+    """Return the merged state dict in the 4-bit format of the base, with its scales; set `quantization_config`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored_config = load_model_config(config.base_model, config.model)
+    form = four_bit_form(stored_config)
+    assert isinstance(form, FourBitForm)
+    files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
+    values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
+    size = changed = lost = 0.0
+    for name in files.layouts:
+        merged, base = values.pop(name), files.read(name)
+        parts, written = files.requantize(name, merged.float())
+        values |= parts
+        size += float(merged.float().square().sum())
+        if not torch.equal(merged, base.to(merged.dtype)):
+            changed += float((merged.float() - base).square().sum())
+            lost += float((written - merged.float()).square().sum())
+    model.config.quantization_config = stored_config.quantization_config
+    print(_describe_error("linear layers", form.name, changed, lost, size), file=sys.stderr)
+    return values
+
+
+def _describe_error(what: str, form: str, changed: float, lost: float, size: float) -> str:
     if not changed:
-        return "experts: unchanged, in MXFP4"
+        return f"{what}: unchanged, in {form}"
     return (
-        f"experts: requantized to MXFP4, as in the base: rounding changes the merged weights by "
+        f"{what}: requantized to {form}, as in the base: rounding changes the merged weights by "
         f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
         "them unrounded"
     )

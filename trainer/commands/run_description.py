@@ -12,7 +12,7 @@ from trainer.data.step_count import (
     steps_line,
 )
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
-from trainer.model.stored_fp8 import fp8_form
+from trainer.model.stored_settings import kept_form
 from trainer.model.targets import unadapted_layers
 from trainer.patches.mamba import unadapted_lines
 from trainer.setup.kinds import kind_of
@@ -20,6 +20,11 @@ from trainer.setup.kinds import kind_of
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
     """Return lines `name: text` that describe the run with this model, data and number of ranks."""
+    if config.runs:
+        each = [describe_run(run, own, ranks) for run, own in zip(config.runs, prepared.adapters, strict=True)]
+        shared = [line for line in each[0] if all(line in lines for lines in each)]
+        named = zip((Path(run.output_dir).name for run in config.runs), each, strict=True)
+        return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
     config = fit_max_length(config, prepared.longest)
     model, lines = kind_of(config).describe(config, prepared)
     trained = None
@@ -50,8 +55,8 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     adapted = adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-    if fp8_form(model.config) is not None:
-        base = "the base as it is stored, in FP8"
+    if (kept := kept_form(model.config)) is not None:
+        base = f"the base as it is stored, in {kept.name}"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
     else:

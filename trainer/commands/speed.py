@@ -32,15 +32,15 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     """Return the predicted speed, time and cost of a resolved configuration; None if no option asks for it."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
-    network = None if arguments.network is None else parse_speed(arguments.network)
+    network = find_network(planner, arguments)
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
-    if network is None and len(set(planner.machine.hosts)) > 1:
+    if network is None:
         raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
     if not planner.has_sequences or config.task in ("preference", "reward"):
         raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
     card = arguments.card or MEASURED
-    step, note = predict_step(planner, config, card, network or float("inf"))
+    step, note = predict_step(planner, config, card, network)
     gpus, training = planner.machine.world_size, config.training
     steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))
     hours = None if steps is None else steps * step.total / 3600
@@ -48,11 +48,19 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         "card": card,
         "note": note,
         "step_s": step.total,
-        "parts_s": {name: value for name, value in asdict(step).items() if name != "tokens"},
+        "parts_s": step.parts,
+        "collectives": [asdict(each) for each in step.collectives],
         "tokens_per_s": step.tokens * gpus / step.total,
         "hours": hours,
         "cost": None if hours is None or arguments.price is None else hours * gpus * arguments.price,
     }
+
+
+def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
+    """Return the bytes per second that a GPU receives from other hosts; None if that is unknown."""
+    if arguments.network is not None:
+        return parse_speed(arguments.network)
+    return None if len(set(planner.machine.hosts)) > 1 else float("inf")
 
 
 def parse_speed(text: str) -> float:
@@ -74,6 +82,9 @@ def describe(found: dict[str, Any], gpus: int) -> list[str]:
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in found["parts_s"].items() if seconds)
     speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['tokens_per_s'] / gpus:,.0f} per GPU"
     lines = [f"predicted on {gpus} x {found['card']}: {speed}; a step {found['step_s'] * 1e3:.1f} ms ({parts})"]
+    for each in found["collectives"]:
+        size, duration = each["bytes_received"] / 1e6, each["seconds"] * 1e3
+        lines.append(f"{each['per_step']} x {each['name']}: a GPU receives {size:.1f} MB in {duration:.2f} ms")
     if found["note"]:
         lines.append(f"note: {found['note']}")
     if found["hours"] is not None:

@@ -10,6 +10,8 @@ from trainer.config.files import read_json
 from trainer.config.sections import RunConfig
 
 FILE = "adapter_config.json"
+PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision")
+"""Names of the modules that map features of images to the embeddings of a language model."""
 Names = list[str] | str | None
 Number = int | Annotated[float, Field(allow_inf_nan=False)]
 Rank = Annotated[int, Field(gt=0)]
@@ -50,7 +52,9 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
 
 def trained_in_full(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the modules that the adapter trains and saves in full."""
-    return config.lora.modules_to_save or tuple(read_initial_adapter(config).get("modules_to_save") or ())
+    projectors = PROJECTORS if config.lora.image_parts == "projector" else ()
+    given = config.lora.modules_to_save + projectors
+    return given or tuple(read_initial_adapter(config).get("modules_to_save") or ())
 
 
 def read_initial_adapter(config: RunConfig) -> dict[str, Any]:

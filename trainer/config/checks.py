@@ -1,13 +1,15 @@
 """Checks of combinations of settings, made before anything is loaded."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.aliases import read_table
+from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.preference_section import WITHOUT_REFERENCE
@@ -48,6 +50,14 @@ def check_combinations(config: RunConfig) -> None:
 
 def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     """Yield a mistake for each combination of settings that cannot work."""
+    for index, run in enumerate(config.runs):
+        own = {name for name, _ in flatten_entry(config.adapters[index])}
+        for found in (*_apply_rules("together", run), *find_invalid_combinations(run)):
+            is_own = found.setting in own
+            yield replace(found, setting=f"adapters.{index}.{found.setting}") if is_own else found
+    if config.adapters:
+        yield from _find_unequal(config)
+        return
     yield from _apply_rules("combinations", config)
     yield from check_extra(config.zero.extra)
     library = OPTIMIZERS[config.training.optimizer].library
@@ -64,6 +74,25 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     yield from _check_scores(config)
     if config.scu.enabled:
         yield from _check_scu(config)
+
+
+def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every setting of an entry, under our names."""
+    for key, value in entry.items():
+        dotted = prefix + str(key)
+        if isinstance(value, dict) and (prefix + str(key)) in RunConfig.model_fields:
+            yield from flatten_entry(value, f"{dotted}.")
+        else:
+            yield ALIASES.get(dotted, dotted), value
+
+
+def _find_unequal(config: RunConfig) -> Iterator[Mistake]:
+    """Yield a mistake for each setting of the layout of batches in which adapters differ."""
+    for index, run in enumerate(config.runs):
+        for name in ("dataset.packing", "training.gradient_accumulation_steps"):
+            if (value := _read(run, name)) != (first := _read(config.runs[0], name)):
+                fix = f"use {shown(first)}, as for {config.adapters[0].get('name')}, or train them apart"
+                yield Mistake(f"adapters.{index}.{name}", value, "must be the same for all adapters of a run", fix)
 
 
 def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
@@ -135,6 +164,9 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
         if unknown := [role for role in source.roles if role not in ROLES]:
             fix = f"list your names under {', '.join(ROLES)}"
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
+        names = Counter(name for theirs in source.roles.values() for name in {*theirs})
+        for name in [name for name, count in names.items() if count > 1]:
+            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "keep one of them")
     if set(data.train_on) - {*ROLES, "last", "all"}:
         yield Mistake("dataset.train_on", data.train_on, "choose from assistant, last, user, system, tool, all")
 

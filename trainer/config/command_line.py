@@ -16,6 +16,7 @@ from trainer.config.yaml_core import parse, plain
 
 _COLLECTION = ("[", "{")
 _QUOTES = ("'", '"')
+_NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -98,6 +99,11 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
 class CommandParser(argparse.ArgumentParser):
     """An argument parser with help and errors like the launcher's: boxes, and one line with exit code 2."""
 
+    def __init__(self, **options: Any) -> None:
+        """Create the parser; `options` are those of argparse."""
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value as well, not an option
+
     def add_config(self) -> None:
         """Add the arguments CONFIG and key=value."""
         self.add_argument("config", metavar="CONFIG", help="the YAML file of the run")
@@ -134,6 +140,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def describe_error(self, message: str) -> str:
         """Return argparse's message with its fix; `--training.epochs 3` is answered with the override to write."""
+        message = re.sub(
+            r"invalid (float|int) value: '(.*)'", lambda found: f"{found[2]}: {_NUMBERS[found[1]]}", message
+        )
         words = message.partition("unrecognized arguments: ")[2].split()
         if words and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"

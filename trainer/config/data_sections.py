@@ -32,7 +32,8 @@ class SourceSection(Section):
     """A source of examples."""
 
     path: PathText | None = None
-    """A .jsonl, .json, .parquet, .csv or .txt file, a folder of them, or the name of a dataset on the hub."""
+    """A .jsonl, .json, .parquet, .csv or .txt file, a folder of them, either of these on an object store, such as
+    s3://bucket/data, or the name of a dataset on the hub."""
     name: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
     """Configuration (subset) of a hub dataset."""
     revision: Annotated[str | None, _FROM_HUB, _UNMIXED] = None

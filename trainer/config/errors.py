@@ -104,7 +104,7 @@ def describe_problem(found: ErrorDetails) -> str:
     words = WORDS.get(found["type"])
     if words:
         bounds = {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
             for name, value in found.get("ctx", {}).items()
         }
         return words.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py

@@ -12,6 +12,7 @@ from trainer.config.messages import section_wanted
 from trainer.config.mistakes import Mistakes, remove_setting
 from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
+from trainer.config.training_sections import FRACTIONS
 
 
 class Given:
@@ -88,4 +89,7 @@ class Given:
             self.mistakes.add_twice(dotted, name)
             return
         self.names[dotted] = name
+        self.mistakes.fractions.pop(dotted, None)
+        if last in FRACTIONS and isinstance(value, float):
+            self.mistakes.fractions[dotted] = value
         node[last] = value

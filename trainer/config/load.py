@@ -7,12 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer.config.adapter_entries import split_adapters
 from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.checks import unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.mistakes import replace_mistakes
+from trainer.config.paths import is_remote, local_copy
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
 
@@ -59,12 +61,19 @@ def load_text(
     if "output_dir" not in given.tree:
         given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
         given.notes.append(f"output_dir is not set; {given.tree['output_dir']} is used, named after the file")
+    elif is_remote(place := str(given.tree["output_dir"])):
+        given.notes.append(f"output_dir={place}: written to {local_copy(place)}, and copied with every checkpoint")
+    if given.tree.get("adapters"):
+        given.tree.setdefault("dataset", {})  # each adapter may have its own
     config: RunConfig | None
     try:
         config = RunConfig.model_validate(given.tree)
     except ValidationError as error:
         mistakes.add_values(error)
         config = replace_mistakes(given.tree, error)
+    if config is not None and config.adapters:
+        for mistake in split_adapters(config, given.tree):
+            mistakes.add(mistake)
     left_out = {} if config is None else mistakes.add_combinations(config)
     if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(
@@ -76,6 +85,7 @@ def load_text(
     if left_out:
         given.leave_out(left_out)
         config = RunConfig.model_validate(given.tree)
+        list(split_adapters(config, given.tree))
     assert config is not None, "pydantic refused it without a mistake"
     return LoadedConfig(config, (*given.notes, *unusual_settings(config)))
 

@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import DATA_WANTED, Mistake, describe_problem, nearest, shown
 from trainer.config.sections import RunConfig
+from trainer.config.training_sections import FRACTIONS
 from trainer.config.types import AUTO
 
 _ALL_LISTED = "`zerolora config --schema` lists all of them"
@@ -50,10 +51,12 @@ def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -
         return section_wanted(name, section, value)
     problem, above = describe_problem(found), section_at(path[:-1])
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
-        problem += f" ({meaning.split('.')[0]})"  # a switch in other trainers, but a number here
+        problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
     word = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
     if word and found["type"] in _NO_NUMBER:
         problem += f", or {'auto' if word == str(AUTO) else word}"
+    if path[-1] in FRACTIONS and isinstance(value, float) and value > 1.0:
+        problem += ", or below 1 as a fraction of the run"
     return Mistake(name, value, problem)
 
 
@@ -76,7 +79,7 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
         meant = ".".join([*path[:-1], close])
     else:
         meant = everywhere.get(nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8) or "", "")
-    return Mistake(dotted, None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
+    return Mistake(dotted or "''", None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 
 def suggest_override(option: str) -> str | None:

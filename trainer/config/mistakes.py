@@ -25,6 +25,8 @@ class Mistakes:
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
         """Map of our names to the names that were typed."""
+        self.fractions: dict[str, float] = {}
+        """Numbers of steps that were given as fractions of the run."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -38,7 +40,8 @@ class Mistakes:
         """Add a mistake of a setting; only the first of a setting is reported."""
         order, place = self._place(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
-        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place)))
+        value = self.fractions.get(mistake.setting, mistake.value)
+        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place, value=value)))
 
     def add_twice(self, dotted: str, name: str) -> None:
         """Add a setting that is given as `name` after it was given under another name."""

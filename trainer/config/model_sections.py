@@ -15,6 +15,7 @@ def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
 
 EIGHT_BIT = ("fp8", "int8")
 _NEW = Needs(".adapter_path", (None,), replaces=True)
+_NEW_ADAPTER = Needs("lora.adapter_path", (None,))
 _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
 
@@ -107,6 +108,23 @@ class LoraSection(Section):
     """Folder or hub name of an existing adapter to start from; its r, alpha and targets are then used."""
     allow_mismatch: Annotated[bool, Needs(".adapter_path")] = False
     """Start from the adapter at `adapter_path` even if it was trained on another base model."""
+    _image_parts: Literal["none", "projector", "lora"] = PrivateAttr(default="none")
+
+    @property
+    def image_parts(self) -> str:
+        """Value of `vision.train`."""
+        return self._image_parts
+
+
+class VisionSection(Section):
+    """Training on images in conversations, for models of text and images."""
+
+    train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
+    """What is trained next to the language model. `projector`: the layers that map image features to its embeddings,
+    in full. `lora`: adapters on the layers of image tower and projector that `lora.target_modules` names."""
+    cache: bool = False
+    """Compute the features of all images before training and keep them in `dataset.cache_dir`. Steps are then those of
+    text; needs 2 H bytes an image token in bf16, with H the width of the language model."""
 
 
 class QuantizationSection(Section):

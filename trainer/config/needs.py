@@ -77,7 +77,9 @@ _UNKNOWN = object()
 
 def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
     """Yield every setting that is not false, 0, empty or none, and has no effect."""
-    yield from _walk(config, config, "", ())
+    found = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
+    everywhere = set.intersection(*({unread.name for unread in each} for each in found))
+    yield from (unread for unread in found[0] if unread.name in everywhere)
 
 
 def unread_mistake(settings: Sequence[Unread], reason: str) -> Mistake:
@@ -111,7 +113,9 @@ def switch_value(config: Any, name: str) -> Any:
 
 
 def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[Unread]:
-    defaults = dict(type(section)()) if prefix else {}  # with `auto` resolved; at the top only sections have needs
+    # With `auto` resolved. At the top only sections have needs; a section with required fields has no defaults.
+    has_defaults = prefix and not any(field.is_required() for field in type(section).model_fields.values())
+    defaults = dict(type(section)()) if has_defaults else {}
     for name, value in section:
         dotted = prefix + name
         needs = inherited + declared_needs(type(section), name, prefix)

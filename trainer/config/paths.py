@@ -1,13 +1,18 @@
-"""Settings that are paths: `~` and environment variables are expanded, and impossible names are refused."""
+"""Settings that are paths: `~` and environment variables are expanded, and impossible names are refused.
+
+A URL of an object store, such as s3://bucket/run, has a local copy; both names are computed from each other.
+"""
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
 LONGEST_NAME = 255  # bytes, on every file system in use
 LONGEST_PATH = 4095
+_STORE = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://[^/]")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
@@ -37,6 +42,38 @@ def expand_path(text: str) -> str:
     return path
 
 
+def is_remote(text: str) -> bool:
+    """Return whether a path is on an object store, by a URL that fsspec may know."""
+    return _STORE.match(text) is not None
+
+
+def local_copy(url: str) -> Path:
+    """Return the place of the local copy of a URL, in the cache."""
+    scheme, _, rest = url.partition("://")
+    return _copies().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
+
+
+def remote_place(path: Path) -> str | None:
+    """Return the URL that a path is the local copy of; None for any other path."""
+    path = path.absolute()
+    if not path.is_relative_to(_copies()):
+        return None
+    scheme, *rest = path.relative_to(_copies()).parts
+    return f"{scheme}://{'/'.join(rest)}"
+
+
+def _copies() -> Path:
+    return Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser().absolute() / "stores"
+
+
+def _expand_output(text: str) -> str:
+    if _STORE.match(path := expand_path(text)):
+        return str(local_copy(path))
+    if "://" in path:
+        raise ValueError("is a URL; use a folder, or a place on an object store such as s3://bucket/run")
+    return path
+
+
 def _expand_unless_template(text: str) -> str:
     return text if "{{" in text or "{%" in text or "\n" in text else expand_path(text)
 
@@ -45,9 +82,10 @@ def _parse_checkpoint(value: Any) -> Any:
     word = str(value).strip().lower()
     if word in ("true", "false"):
         return "latest" if word == "true" else None
-    return expand_path(value) if isinstance(value, str) else value
+    return _expand_output(value) if isinstance(value, str) else value
 
 
 PathText = Annotated[str, AfterValidator(expand_path)]
+OutputText = Annotated[str, AfterValidator(_expand_output)]
 TemplateText = Annotated[str, AfterValidator(_expand_unless_template)]
 CheckpointText = Annotated[str | None, BeforeValidator(_parse_checkpoint)]

@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 from trainer.config.data_sections import DatasetSection
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.config.image_section import ImageSection
-from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection, VisionSection
 from trainer.config.needs import LANGUAGE, Needs
-from trainer.config.paths import PathText
+from trainer.config.paths import OutputText, PathText
 from trainer.config.preference_section import PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
@@ -22,6 +22,7 @@ AUTO_TARGET = 0.02
 START_TIMES_TARGET = 0.12
 """lambda S converged to 0.140 to 0.194 with a strong penalty on the two texts of docs/lab/scu.md; a slightly smaller
 start lets S reach the target."""
+_ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
 
@@ -195,13 +196,19 @@ class RunConfig(Section):
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
-    output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and report; default: runs/NAME for NAME.yaml."""
+    output_dir: OutputText
+    """Folder for the adapter, checkpoints, logs, metrics and report, also on an object store, such as s3://bucket/run;
+    default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of all random numbers."""
     model: ModelSection = ModelSection()
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
+    vision: Annotated[VisionSection, LANGUAGE] = VisionSection()
+    adapters: Annotated[tuple[dict[str, Any], ...], Field(max_length=256), _ADAPTER] = ()
+    """Adapters to train together on one base: a list with the `name` of each, its folder below output_dir, and the
+    settings that differ, such as [{name: low, training.learning_rate: 1e-4}, {name: high, training.learning_rate:
+    1e-3}]."""
     dataset: DatasetSection
     preference: Annotated[PreferenceSection, Needs("task", ("preference",))] = PreferenceSection()
     reward: Annotated[RewardSection, Needs("task", ("reward",))] = RewardSection()
@@ -217,13 +224,23 @@ class RunConfig(Section):
     export: ExportSection = ExportSection()
     tier: TierSection = TierSection()
 
+    _runs: "tuple[RunConfig, ...]" = ()
+
+    @property
+    def runs(self) -> "tuple[RunConfig, ...]":
+        """The configurations of `adapters`, each as that of a run alone (trainer/config/adapter_entries.py)."""
+        return self._runs
+
     def data_ranks(self, ranks: int) -> int:
         """Return the number of ranks that train on different samples: one per group that shares a sequence."""
         return max(1, ranks // self.parallel.sequence)
 
     @model_validator(mode="after")
-    def _give_score_head(self) -> "RunConfig":
+    def _share_settings(self) -> "RunConfig":
         if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations
             self.__dict__["model"] = self.model.model_copy()
             self.model._has_score = True
+        if self.vision.train != "none":
+            self.__dict__["lora"] = self.lora.model_copy()
+            self.lora._image_parts = self.vision.train
         return self

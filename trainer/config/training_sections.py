@@ -26,6 +26,8 @@ from trainer.config.types import (
     StepsOrNever,
 )
 
+FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
+"""Settings in steps that may be a fraction of the run -> the setting that it becomes without max_steps."""
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
 
@@ -172,7 +174,8 @@ class TrainingSection(Section):
     """Recompute only this many decoder layers, the first ones, for memory and time between those of none and all.
     Default: all layers."""
     offload_activations: bool = False
-    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory."""
+    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without
+    room there stay on the GPU."""
     tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = False
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
@@ -259,7 +262,7 @@ class TrainingSection(Section):
             return given
         given = dict(given)
         epochs, steps = given.get("epochs", 1), given.get("max_steps")
-        for name, other in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+        for name, other in FRACTIONS.items():
             if isinstance(fraction := given.get(name), float) and 0.0 < fraction < 1.0:
                 if isinstance(steps, int):
                     given[name] = math.ceil(fraction * steps)

@@ -17,6 +17,7 @@ MOST_BYTES = 8 * 2**20
 MOST_VALUES = 100_000
 """Limits the expansion of nested anchors, which reach billions of values in a few lines."""
 
+PRESETS = "presets are in configs/"
 # Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
 TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
@@ -141,7 +142,8 @@ def plain(text: str) -> Any:
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
     """Return the settings in a file; raises UserError if it cannot be read or has none."""
-    return parse_yaml(path, read_text(path), loader_class)
+    fix = "check its name" if loader_class is Yaml11Loader else PRESETS
+    return parse_yaml(path, read_text(path, fix), loader_class)
 
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
@@ -177,17 +179,21 @@ def _hint(problem: str) -> str:
         return "; one file holds one configuration, remove the ---"
     if problem.startswith("expected <block end>"):
         return "; indent the settings of a section equally"
+    if problem.startswith("could not determine a constructor for the tag"):
+        return "; remove the tag, which begins with !"
+    if problem.startswith("expected '<document start>'"):
+        return "; write settings as `name: value`, and no line of three dots between them"
     return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; raises UserError if it cannot be read."""
+def read_text(path: Path, fix: str = PRESETS) -> str:
+    """Return the text of a file; raises UserError if it cannot be read, with `fix` if it does not exist."""
     try:
         return decode_text(read_bytes(path, MOST_BYTES), path)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
-        raise UserError(f"{path}: no such file; presets are in configs/") from None
+        raise UserError(f"{path}: no such file; {fix}") from None
     except UnreadableFile as error:
         raise UserError(f"{path}: {error.problem}; use a YAML file of settings in UTF-8") from None
 

@@ -46,7 +46,12 @@ def gathers_by_layer(config: RunConfig) -> bool:
 
 
 def engine_zero(config: RunConfig) -> ZeroSection:
-    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base."""
+    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base.
+
+    With several adapters stage 1 instead of 0, whose optimizer skips the update of all for a gradient of one.
+    """
+    if config.adapters and config.zero.stage == 0:
+        return config.zero.model_copy(update={"stage": 1})
     if not gathers_by_layer(config):
         return config.zero
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})

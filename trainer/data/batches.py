@@ -355,7 +355,8 @@ def collate(
         if shared:
             batch = _collate_shared(documents, pad_token_id)
         else:
-            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat, sequence=sequence)
+            rows = samples if packed else documents
+            batch = collate(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
         if sequence is not None:  # labels of answers, which every rank needs
             batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
         counts = torch.tensor(
@@ -392,6 +393,28 @@ def collate(
         return replace(batch, attention_mask=places)
     widths = torch.tensor([len(row.input_ids) for row in rows])
     return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
+
+
+def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
+    """Return the rows of several micro-batches of the same layout as one, in order."""
+    is_flat = batches[0].cu_seqlens is not None
+    longest = max(batch.input_ids.shape[1] for batch in batches)
+    padding = {"input_ids": pad_token_id, "targets": IGNORED, "attention_mask": 0, "position_ids": 0, "unpadded": 0}
+    parts: dict[str, Any] = {"tokens": sum(batch.tokens for batch in batches)}
+    for name, value in padding.items():
+        rows = [getattr(batch, name) for batch in batches]
+        if rows[0] is not None and not is_flat:
+            rows = [torch.nn.functional.pad(each, (0, longest - each.shape[1]), value=value) for each in rows]
+        if rows[0] is not None:
+            parts[name] = torch.cat(rows, dim=1 if is_flat else 0)
+    if is_flat:
+        lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches if batch.cu_seqlens is not None])
+        parts["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        parts["max_seqlen"] = max(batch.max_seqlen for batch in batches)
+    if any(batch.weights is not None for batch in batches):
+        given = [torch.ones(batch.target_count) if batch.weights is None else batch.weights for batch in batches]
+        parts["weights"] = torch.cat(given)
+    return MicroBatch(**parts)
 
 
 def _join_rows(

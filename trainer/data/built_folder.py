@@ -105,5 +105,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
             f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
             f"its owner run `chmod -R a+rX {folder}`, or use another folder"
         )
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return UserError(f"{where}); use a folder, not a file")
     advice = "make room there" if error.errno in FULL else "fix its permissions"
     return UserError(f"{where}); {advice}, or use another folder")

@@ -58,12 +58,13 @@ def prepare_data(
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
     Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
-    never mistaken for a complete one. Raises UserError for mistakes in the data, which `check` may find too.
+    never mistaken for a complete one. Raises UserError for mistakes in the data, which `check` may find too, and for a
+    `max_length` above `max_length_of_model`, the rows of a model's table of positions.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; "
-            f"use {max_length_of_model} or less, or set model.rope_scaling"
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens, which is "
+            f"the end of its positions; use {max_length_of_model} or less"
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []

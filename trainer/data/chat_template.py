@@ -1,9 +1,13 @@
 """A chat template, the form of messages it expects and what it writes around answers, found by test renderings."""
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,11 +21,31 @@ from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_mes
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
+LONGEST_S = 3
 _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
 
 
 class RenderError(Exception):
     """A failure of a chat template."""
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """End a block that takes LONGEST_S of processor time, such as nested loops in a template, with RenderError."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise RenderError(f"it takes more than {LONGEST_S} seconds")
+
+    if current_thread() is not main_thread():  # which alone gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:
@@ -47,8 +71,7 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            problem = f"the template, the tokenizer's own unless one is set, cannot be used ({error}); set another one"
-            raise UserError(f"dataset.chat_template: {problem}") from None
+            raise UserError(f"dataset.chat_template: this template cannot be used ({error}); set another one") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""
@@ -73,7 +96,8 @@ class ChatTemplate:
         variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
         try:
             # Not apply_chat_template, which removes content that is None: some templates need it with tool calls.
-            return str(render_jinja_template([fitted], chat_template=source, **variables)[0][0])
+            with _limited_time():
+                return str(render_jinja_template([fitted], chat_template=source, **variables)[0][0])
         except Exception as error:  # the template is a program of the user's and may raise anything
             raise RenderError(f"{error}" or type(error).__name__) from None
 

@@ -178,16 +178,17 @@ class DocumentEncoder:
         return rows
 
     def _check_images(self, example: Example, where: str) -> None:
-        """Raise UserError for images of preference data, or with a model that is not trained on images."""
+        """Raise UserError for images in one answer of a pair, or with a model that is not trained on images."""
         turns = example.answer if isinstance(example, Labelled) else example
         sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [turns]
         if not any(isinstance(side, Turns) and side.images for side in sides):
             return
         if self.images is None:
-            problem = "this model is not trained on images (see the guide on vision); use another, or remove the images"
-            raise UserError(f"{where}: has images, and {problem}")
-        if isinstance(example, Pair | Labelled):
-            raise UserError(f"{where}: is preference data with images, which is not trained yet; use task: language")
+            problem = "this model is not trained on images"
+            fix = "use one of the table in docs/guide/vision.md, install what it names there, or remove the images"
+            raise UserError(f"{where}: has images, and {problem}; {fix}")
+        if len({side.images for side in sides if isinstance(side, Turns)}) > 1:
+            raise UserError(f"{where}: chosen and rejected have different images; give those of the prompt alone")
 
     def _prepare(self, example: Example) -> Any:
         """Return a conversation without its reasoning, or only its last answer trained, as the settings say."""

@@ -18,6 +18,7 @@ REQUIRED, OPTIONAL = (
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
 # Names of a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
+ONE_EACH = "write each record on a line of its own"
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
@@ -45,6 +46,9 @@ def find_shape(
     Raises UserError with the fields found and the fields expected.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
+    if _kinds_in_lists(first) == {str}:
+        where = f"{label}.path={shown(source.path)}, record 1"
+        raise UserError(f"{where}: has columns as lists ({listed(columns)}), not one value each; {ONE_EACH}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
         shape = _detect(source, columns, first, label)
@@ -113,7 +117,16 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
+    if _kinds_in_lists(first) == {dict} and not source.fields and not {*TURN_LISTS} & {*columns}:
+        problem = f"is a map of lists ({listed(columns)}), not a list of records"
+        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {ONE_EACH}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
+
+
+def _kinds_in_lists(record: Mapping[str, Any]) -> set[type]:
+    """Return the types of the first entries, if all values of a record are lists, else nothing."""
+    kinds = {type(value[0]) if isinstance(value, list) and value else None for value in record.values()}
+    return set() if None in kinds else {kind for kind in kinds if kind}
 
 
 def _map_roles(source: SourceSection) -> dict[str, str]:
@@ -171,6 +184,8 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
             raise UserError(f"{label}.fields.{name}: not a field of format {format_}; {hint}")
         if column not in columns and name not in inside_turns:
             raise UserError(f"{label}.fields.{name}={column}: no such field; the records have {listed(columns)}")
+        if others := [other for other in source.fields if source.fields[other] == column and other != name]:
+            raise UserError(f"{label}.fields.{name}={column}: also the field of {listed(others)}; name another one")
 
 
 def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:

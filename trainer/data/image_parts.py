@@ -23,6 +23,7 @@ PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
 """Keys of a part, or of a record of an image, that hold the image, by precedence."""
 FILE = b"file:"
+THUMBNAIL, THUMBNAIL_START = 224, "data:image/jpeg;base64,"
 DEEP = ("I", "F")
 """First letters of the Pillow modes that conversion to RGB would clip at 255."""
 _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
@@ -155,6 +156,14 @@ def decode_image(data: bytes, name: str) -> Any:
             return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise damaged_image_error(name, error) from None
+
+
+def thumbnail(stored: bytes) -> str:
+    """Return a small copy of a stored image as a `data:` address."""
+    image, file = decode_image(*read_stored(stored)), io.BytesIO()
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.save(file, "JPEG", quality=80)
+    return f"{THUMBNAIL_START}{base64.b64encode(file.getvalue()).decode()}"
 
 
 def refuse_deep(image: Any, name: str) -> None:

@@ -127,6 +127,8 @@ def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
     answer = record.get(name)
     if isinstance(answer, Mapping):
         return [answer]
+    if isinstance(answer, list) and isinstance(next(iter(answer), None), str):
+        raise UserError(f"{where}: {name} is a list of texts; keep one of them")
     if not isinstance(answer, str | list):
         raise UserError(f"{where}: {name} is missing, or neither text nor turns; give an answer, or remove the record")
     return answer
@@ -177,10 +179,11 @@ def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | 
     """Return both documents of a pair as one row of at most `max_length` tokens, if that is possible.
 
     What is too much is cut from the beginning of the prompt, equally from both documents, which keep the token `first`
-    that begins texts; answers are never cut.
+    that begins texts; answers and prompts with images are never cut.
     """
     excess = len(chosen.input_ids) + len(rejected.input_ids) - max_length
-    parts = [_cut(document, -(-excess // 2), first) for document in (chosen, rejected)] if excess > 0 else []
+    cuts = excess > 0 and not chosen.images
+    parts = [_cut(document, -(-excess // 2), first) for document in (chosen, rejected)] if cuts else []
     fits = bool(parts) and all(part is not None for part in parts)
     one, other = [part for part in parts if part is not None] if fits else (chosen, rejected)
     return Encoded(
@@ -189,6 +192,7 @@ def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | 
         tuple(dict.fromkeys([*chosen.lost, *rejected.lost])),
         rejected=len(other.input_ids),
         cut=fits,
+        images=chosen.images,
     )
 
 

@@ -27,6 +27,8 @@ class Prepared:
     """The model's context in tokens."""
     images: ImageReader | None = None
     """The processor of a model that is trained on images."""
+    adapters: "tuple[Prepared, ...]" = ()
+    """Those of `adapters` that are trained together, of which this is the first."""
 
 
 def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:

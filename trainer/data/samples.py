@@ -1,5 +1,6 @@
 """Samples of tokenized documents for training, from disk or from a stream."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -11,6 +12,8 @@ from pyarrow import Array, Table, int8
 from pyarrow.types import is_boolean
 
 from trainer.config.errors import printable
+
+_IMAGE_TOKENS = re.compile(r"(<[^<>]{1,40}>|\[IMG\])\1{3,}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,14 @@ class Samples:
         rejected = self._documents.column("rejected")[index].as_py()
         margins = (self._documents.column("margin")[index].as_py(),) if rejected else ()
         found = self._documents.column("images")[index].as_py()
-        lengths, images = document_lengths(len(input_ids), rejected), (tuple(found),) if found else ()
+        lengths = document_lengths(len(input_ids), rejected)
+        images = (tuple(found),) * len(lengths) if found else ()
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
+
+    def image_chunks(self) -> Iterator[list[bytes]]:
+        """Yield lists of the different images of all documents of the sources, held out or not."""
+        for chunk in self._documents.column("images").chunks:
+            yield chunk.flatten().unique().to_pylist()
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -118,11 +127,17 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
 
 
 def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Yield (weight, text) for each run of tokens with the same weight, as a character may span several tokens."""
+    """Yield (weight, text) for each run of tokens with the same weight, as a character may span several tokens.
+
+    Repeated image tokens are shown once, with their number.
+    """
     at = 0
     for weight, run in groupby(map(float, document.trained)):
         count = len(list(run))
-        yield weight, printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
+        text = printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
+        if document.images:
+            text = _IMAGE_TOKENS.sub(lambda same: f"{same[1]} x {len(same[0]) // len(same[1]):,}", text)
+        yield weight, text
         at += count
 
 

@@ -17,8 +17,10 @@ import xxhash
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.config.paths import is_remote
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
+from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import FULL
 from trainer.data.source_files import READERS, describe_source, find_data_files, no_such_split
 from trainer.data.text_files import RAW, data_suffix, raw_records
@@ -115,6 +117,8 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     where = describe_source(source, label)
     if not source.path.strip():
         raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub data set")
+    if is_remote(source.path):
+        return fetch_data(source.path, where)
     if "://" in source.path:
         raise UserError(f"{where}: is a URL; download it, or use the name of a data set on the hub")
     path = Path(source.path).expanduser()
@@ -137,6 +141,8 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
     if not looks_local:
         return
+    if path.is_symlink():
+        raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; correct it")
     near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")

@@ -4,6 +4,7 @@ A model's own processor (transformers) makes both. Its image tokens carry no los
 """
 
 import io
+import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import xxhash
 
 from trainer.config import UserError
+from trainer.contract.known_versions import require
+from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
 
@@ -65,28 +68,27 @@ class ImageReader:
             )
         data = [self._read(each, f"{where}, image {number}") for number, each in enumerate(stored, start=1)]
         images = [decode_image(each, name) for each, name in data]
-        found = self._process(images, where) if images else {}
-        texts = [self._processor.replace_image_token(found, index) for index in range(len(images))]
+        texts = self._process(images, where)[1] if images else []
         edits = [(at, at + len(self.token), each) for at, each in zip(places, texts, strict=True)]
         return edits, any(is_animated(each) for each, _ in data)
 
     def inputs(self, stored: Sequence[bytes]) -> dict[str, Any]:
         """Return the model's inputs of images, in order, without its tokens."""
         images = [decode_image(*self._read(each, "an image of the data")) for each in stored]
-        unused = set(self._processor.unused_input_names)
-        return {name: value for name, value in self._process(images, "a batch").items() if name not in unused}
+        unused = {*self._processor.unused_input_names, "num_patches"}
+        return {name: value for name, value in self._process(images, "a batch")[0].items() if name not in unused}
 
     def types(self, ids: torch.Tensor) -> torch.Tensor:
         """Return 1 for image tokens, else 0."""
         return torch.isin(ids, torch.tensor(self.token_ids)).long()
 
     def empty_document(self) -> Sample:
-        """Return a document of a small grey image, without targets."""
+        """Return a document of a small image of noise, without targets."""
         from PIL import Image
 
         file = io.BytesIO()
-        Image.new("RGB", (32, 32), "grey").save(file, "PNG")
-        text = self.edits(self.token, [file.getvalue()], "an empty image")[0][0][2]
+        Image.frombytes("RGB", (32, 32), random.Random(0).randbytes(3 * 32 * 32)).save(file, "PNG")
+        text = self.edits(self.token, [file.getvalue()], "an image of noise")[0][0][2]
         ids = self._made_from[2](text, add_special_tokens=False)["input_ids"]
         return Sample(ids, [False] * len(ids), [len(ids)], images=((file.getvalue(),),))
 
@@ -94,9 +96,13 @@ class ImageReader:
         data, file = read_stored(stored)
         return data, f"{where} ({file})" if file else where
 
-    def _process(self, images: list[Any], where: str) -> Any:
+    def _process(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
+        """Return the model's inputs for images, with what the texts depend on, and the text of each."""
+        settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
+        process = require(self._processor, "_process_images", "transformers")
         try:
-            return self._images(images, return_tensors="pt")
+            found: tuple[Any, list[str]] = process(images, **settings)
+            return found
         except ValueError as error:  # such as an extreme ratio of the sides
             raise UserError(f"{where}: the model's processor refuses an image ({error}); remove it") from None
 
@@ -156,10 +162,14 @@ class ImageInputs:
     """Argument of the model that has 1 for image tokens."""
     window: int
     """Width of its sliding attention in tokens, if it has `type_name`."""
+    in_all_layers: bool
+    """Whether the tokens of an image see each other in all layers, not only in those of sliding attention."""
     rope: Callable[..., Any] | None
     """The model's `get_rope_index`, for positions in three dimensions."""
     empty: Sample | None = None
     """A document with an empty image for batches without images, if every rank must run the image tower."""
+    features: FeatureFiles | None = None
+    """What the tower has computed before training, in its place."""
 
     def fill(self, rows: Sequence[Sample]) -> Sequence[Sample]:
         """Return the rows of a batch, with `empty` if they have no image."""
@@ -170,13 +180,19 @@ class ImageInputs:
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}
-        found = self.reader.inputs(stored)
+        if self.features is None:
+            found = self.reader.inputs(stored)
+            grids = found.get(GRID)
+        else:
+            output, grids = self.features.read(stored)
+            found = {"mm_encoder_outputs": {"image": output}}
         if self.type_name is not None and position_ids is not None:
             found["attention_mask"] = self._masks(self.reader.types(batch_ids), position_ids)
         elif self.type_name is not None:
             found[self.type_name] = self.reader.types(batch_ids)
         if self.rope is not None:
-            positions = self._positions(batch_ids, position_ids, rows, found["image_grid_thw"])
+            assert grids is not None
+            positions = self._positions(batch_ids, position_ids, rows, grids)
             # transformers finds the documents of a pack by a fourth row.
             found["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return found
@@ -192,8 +208,10 @@ class ImageInputs:
         index = torch.arange(types.shape[1])
         back = index[:, None] - index
         together = (image[:, :, None] == image[:, None]) & is_image[:, :, None]
-        full = (document[:, :, None] == document[:, None]) & (together | (back >= 0))
-        return {"full_attention": full[:, None], "sliding_attention": (full & (back < self.window))[:, None]}
+        same = document[:, :, None] == document[:, None]
+        both, causal = same & (together | (back >= 0)), same & (back >= 0)
+        full = both if self.in_all_layers else causal
+        return {"full_attention": full[:, None], "sliding_attention": (both & (back < self.window))[:, None]}
 
     def _positions(
         self, batch_ids: torch.Tensor, plain: torch.Tensor | None, rows: Sequence[Sample], grids: torch.Tensor

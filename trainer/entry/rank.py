@@ -15,6 +15,7 @@ from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
+from trainer.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
 from trainer.parallel.ranks.agreement import decide_on_first_rank
 from trainer.parallel.ranks.group import Ranks, leave_process_group
@@ -105,7 +106,8 @@ def _train(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    run = Run(
+    kind = JointRun if loaded.config.runs else Run
+    run = kind(
         loaded,
         prepared,
         ranks,

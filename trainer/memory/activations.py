@@ -5,11 +5,15 @@ T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabular
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
 from trainer.memory.stored_weights import Shapes
+from trainer.model.targets import find_non_text_modules
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
@@ -29,6 +33,8 @@ class Work:
     training: TrainingSection
     reference_rows: int = 0
     """Rows of reference text; their separate forward pass is kept until the backward pass of both."""
+    host_room: int | None = None
+    """Bytes of host memory for offloaded activations; None: any amount."""
 
     @property
     def larger_pass(self) -> int:
@@ -62,6 +68,28 @@ class Seen:
         return Seen(*(size * rows for size in astuple(self)))
 
 
+def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
+    """Return the bytes of one layer of an image tower in a pass over so many tokens, and those that training keeps.
+
+    Of a layer, inputs and outputs of its linear layers count; with gradient checkpointing only its input is kept.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = [each for path in find_non_text_modules(base) for each in base.get_submodule(path).modules()]
+    lists = [each for each in parts if isinstance(each, nn.ModuleList)]
+    if not (image_tokens and lists):
+        return 0, 0
+    layers = max(lists, key=len)
+    linear = [each for each in layers[0].modules() if isinstance(each, nn.Linear) and each.in_features > 1]
+    config = base.config.vision_config
+    side = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
+    if tokens := getattr(base.config, "mm_tokens_per_image", None):
+        side = config.image_size // config.patch_size // tokens**0.5
+    patches = int(image_tokens * side**2) * work.element
+    layer = patches * sum(each.in_features + each.out_features for each in linear)
+    recomputed = work.training.gradient_checkpointing in ("non_reentrant", "reentrant")
+    return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
+
+
 def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Seen:
     """Return the activations of all layers, given in order of the model as they are, and with nothing recomputed.
 
@@ -77,17 +105,25 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     some = training.gradient_checkpointing_layers or len(layers)
     count = 0 if selective or training.gradient_checkpointing == "none" else some
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
+    on_host = _fit_inputs(inputs, work.host_room) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
-    in_flight = 2 * max(inputs, default=0) if training.offload_activations else 0
+    in_flight = min(2 * max(inputs, default=0), on_host)
     behind = sum(layer.kept for layer in layers[count:])
     if selective:
-        kept = behind - (sum(inputs) - in_flight if training.offload_activations else 0)
+        kept = behind - on_host + in_flight
     else:
-        kept = behind + (in_flight if training.offload_activations else sum(inputs))
+        kept = behind + sum(inputs) - on_host + in_flight
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
     needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
-    on_host = sum(inputs) if training.offload_activations else 0
     return Seen(kept, int(max(needs, default=0)), on_host)
+
+
+def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
+    """Return the bytes of layer inputs that host memory has room for; the others stay on the device."""
+    total = 0
+    for size in inputs:
+        total += size if room is None or total + size <= room else 0
+    return total
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:

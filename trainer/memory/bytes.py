@@ -7,6 +7,7 @@ that torch's allocator has reserved without using it.
 from dataclasses import dataclass
 from typing import Any
 
+from ops.reference import ELEMENTS_AT_ONCE
 from trainer.config import OPTIMIZERS
 from trainer.memory.activations import FP32, Seen, Work, loss_head
 from trainer.memory.stored_weights import (
@@ -61,8 +62,13 @@ class Estimate:
         return int(self.peak * FRAGMENTATION)
 
 
-def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
-    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
+def estimate(
+    shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, tower: int = 0, *, checkpoints: int
+) -> Estimate:
+    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk.
+
+    `tower` are the bytes that an image tower needs before the language model runs.
+    """
     scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
     resident = {
@@ -72,7 +78,7 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
         "tables": shapes.buffers,
-        "workspaces": CUBLAS_WORKSPACE,
+        "workspaces": CUBLAS_WORKSPACE + (16 * ELEMENTS_AT_ONCE if shapes.stored == "groups" else 0),
         "dequantised experts": dequantized_expert_bytes(shapes, placement),
         "rounded weight": rounded_weight_bytes(shapes, placement),
         # Only DeepSpeed's own stage 3 allocates its bucket at the start.
@@ -90,6 +96,7 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
             "backward of a layer": seen.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
+        "image tower": {"activations of the tower": tower},
         "gradients": {"reduction": reduction(shapes, placement)},
         "step": {"optimizer step": optimizer_step(shapes, placement)},
     }
@@ -171,7 +178,7 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
 
 def host_memory(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
     """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
-    stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
+    stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)

@@ -42,6 +42,8 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
+    host_room: int | None = None
+    """Bytes of host memory for what a rank offloads; None: any amount."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":

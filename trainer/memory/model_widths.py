@@ -17,7 +17,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.model_kind import is_mxfp4, output_layer
 from trainer.model.reached_layers import find_decoder_layers
-from trainer.model.stored_fp8 import Fp8Form, fp8_form
+from trainer.model.stored_settings import Kept, kept_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
@@ -31,7 +31,7 @@ def read_shapes(
     """
     from accelerate import init_empty_weights
 
-    fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
+    kept, in_mxfp4 = kept_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
     head, properties = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
@@ -43,7 +43,7 @@ def read_shapes(
             model = apply_adapter(model, fresh, torch.float32)
     head_apart = why_head_apart(model)
     blocks = list(find_decoder_layers(model)[1])
-    weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, fp8=fp8))
+    weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, kept=kept))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
         per_row = hidden * (1 if tied else 2)
@@ -56,7 +56,7 @@ def read_shapes(
         layers=reduce_to_kinds(blocks),
         properties=replace(properties, head=head_apart, caps=head_apart == CAPPED),
         model=model,
-        fp8="" if fp8 is None else "rows" if fp8.block is None else "blocks",
+        stored="" if kept is None else kept.scaled,
     )
 
 
@@ -66,14 +66,15 @@ def _embedding(model: Any) -> tuple[int, int]:
 
 
 def read_weights(
-    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, fp8: Fp8Form | None = None
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, kept: Kept | None = None
 ) -> Iterator[Weight]:
-    """Return every parameter with the index of its block; `fp8` is the FP8 storage format, if any."""
+    """Return every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
+    stored_bits = 0 if kept is None else 4 if kept.scaled == "groups" else 8
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     held = {
         path: module
         for path, module in model.named_modules()
-        if fp8 is None or fp8.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
+        if kept is None or kept.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
     packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
     experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
@@ -93,10 +94,6 @@ def read_weights(
             layer=layer_of.get(id(parameter), -1),
             factor="lora_" in name,
             rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
-            fp8_scales=_scales(matrix.shape, fp8.block) if fp8 is not None and frozen else 0,
+            stored_bits=stored_bits if frozen else 0,
+            stored_scales=kept.scale_bytes(matrix.shape) if kept is not None and frozen else 0,
         )
-
-
-def _scales(shape: torch.Size, block: tuple[int, int] | None) -> int:
-    rows, cols = block or (1, shape[-1])
-    return shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)

@@ -1,7 +1,7 @@
 """Memory estimates of configurations, and the stage, micro-batch and recomputation that fit an amount of memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ from trainer.config.checks import check_combinations
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Seen, Work, add_layers
-from trainer.memory.bytes import GIB, Estimate, estimate
+from trainer.memory.activations import Seen, Work, add_layers, tower_activations
+from trainer.memory.bytes import GIB, Estimate, estimate, offloaded
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
@@ -47,6 +47,8 @@ class Lengths:
     samples: int | None = None
     reference: int | None = None
     """Positions of all scu.reference texts at which adapter and base are compared; None if unknown."""
+    images: int = 0
+    """Image tokens of a sample, on average: of those with images, or of packs."""
 
     @classmethod
     def assumed(cls, config: RunConfig) -> "Lengths":
@@ -90,7 +92,12 @@ class Planner:
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
-        return cls(shapes, Lengths.of(config, data and data.train, prepared.reference), machine)
+        lengths = Lengths.of(config, data and data.train, prepared.reference)
+        if data and data.stats.with_images:
+            found = data.stats
+            mean, dense = found.image_tokens / found.with_images, found.image_tokens / found.tokens
+            lengths = replace(lengths, images=int(lengths.longest * dense if config.dataset.packing else mean))
+        return cls(shapes, lengths, machine)
 
     @staticmethod
     def smaller_samples(config: RunConfig) -> Changes:
@@ -104,7 +111,10 @@ class Planner:
         best = int(config.training.best_checkpoint)
         decided = self.decisions(config)
         work, placement = self.work(config, decided), self._placement(config, decided)
-        return estimate(self.shapes, work, placement, self.seen(work), checkpoints=checkpoints + best)
+        seen, images = self.seen(work), self.lengths.images * work.rows * (not config.vision.cache)
+        tower, kept = tower_activations(self.shapes.model, images, work)
+        seen = replace(seen, kept=seen.kept + kept * (config.vision.train == "lora"))
+        return estimate(self.shapes, work, placement, seen, tower, checkpoints=checkpoints + best)
 
     def traffic(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
@@ -250,6 +260,9 @@ class Planner:
         """Return the sizes and kernels of one micro-step."""
         training = config.training
         kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
+        room = self.machine.host_room
+        if room is not None:
+            room = max(0, room - offloaded(self.shapes, self._placement(config, decided)))
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
@@ -261,6 +274,7 @@ class Planner:
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             training=training,
+            host_room=room,
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
@@ -284,9 +298,9 @@ class Planner:
             separate=separate,
             mlp_tile=decided.mlp_tile.value,
             on_gpu=on_gpu,
-            packed=packed or self.shapes.fp8 != "",
-            packed_experts=packed or self.shapes.fp8 != "" or any(weight.mxfp4 for weight in self.shapes.weights),
-            eight_bit=packed and config.quantization.eight_bit and self.shapes.fp8 != "blocks",
+            packed=packed or self.shapes.stored != "",
+            packed_experts=packed or self.shapes.stored != "" or any(weight.mxfp4 for weight in self.shapes.weights),
+            eight_bit=packed and config.quantization.eight_bit and self.shapes.stored != "blocks",
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 
@@ -367,6 +381,26 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
             top[name] = value
     top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     return config.model_copy(update=top)
+
+
+def combine_adapters(config: RunConfig, own: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
+    """Return the configuration with which `adapters` are built and estimated: one adapter with the sum of their ranks.
+
+    `own` are those of the adapters. A micro-batch has the rows of all. On a CPU, where a run alone has PEFT's layers,
+    the operators are plain torch.
+    """
+    first, longest = own[0], max(own, key=lambda each: each.dataset.max_length)
+    whole = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})
+    changes: Changes = {
+        "lora.r": sum(each.lora.r for each in own),
+        "lora.rank_pattern": {},
+        "training.batch_size": sum(each.training.batch_size for each in own),
+        "training.global_batch_size": None,
+        "training.cuda_graphs": "off",
+    }
+    if config.ops.backend == "auto" and not on_gpu:
+        changes["ops.backend"] = "reference"
+    return apply_changes(whole, changes)
 
 
 def gib(size: int) -> str:

@@ -1,6 +1,6 @@
 """Before training, resolve `auto` and check the estimate against each GPU; after it, compare estimate and peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
+from trainer.patches.recompute import free_host_memory
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    hosts = gather_objects(host_name())
+    found = gather_objects((host_name(), free_host_memory()))
+    hosts = tuple(host for host, _ in found)
+    room = min(free // hosts.count(host) for host, free in found)
 
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own = _has_own_kernels(config, device)
-        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), hosts, room)
         return plan_for_machine(kind, machine, config, prepared, memory)
 
     return run_on_main(ranks, plan)
@@ -75,11 +78,6 @@ def plan_for_machine(
         config = resolve_eval_and_save_steps(config, *counted)
         unread, note = kind.decide(config, machine, None), f"no memory estimate for this model ({reason})"
         return MemoryPlan(config, None, unread, (note,))
-    layers, there = config.training.gradient_checkpointing_layers, len(planner.shapes.layers)
-    if layers is not None and layers > there:
-        raise UserError(
-            f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
-        )
     resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counted)
     found = planner.estimate(resolved)
     notes = []
@@ -89,6 +87,8 @@ def plan_for_machine(
         notes.append(f"auto: {chosen}, {reason}")
     if config.training.gradient_checkpointing == "auto" and memory is not None:
         notes.append(recomputation_line(planner, resolved, memory))
+    if short := _host_shortage(planner, resolved):
+        notes.append(short)
     if memory is not None and found.needed > memory:
         problem = describe_misfit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:
@@ -105,6 +105,18 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
     without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
     return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
+
+
+def _host_shortage(planner: Planner, resolved: RunConfig) -> str:
+    """Describe how much of the offloaded activations stays on the GPU for lack of host memory."""
+    if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
+        return ""
+    work = planner.work(resolved, planner.decisions(resolved))
+    wanted, there = (planner.seen(each).on_host for each in (replace(work, host_room=None), work))
+    if there == wanted:
+        return ""
+    short = f"training.offload_activations: host memory has room for {gib(there)} of {gib(wanted)} per rank"
+    return f"[yellow]warning:[/yellow] {short}; the rest stays on the GPU"
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:

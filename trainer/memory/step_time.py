@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.yaml_core import read_yaml
+from trainer.memory.activations import Work
 from trainer.memory.planner import Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_layers import experts_per_token
@@ -19,12 +20,26 @@ from trainer.monitor.mfu import PEAKS, TERA
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 MEASURED = "H100"
 """The card with the figures that other cards get, with a note."""
-FORWARD = 0.29
-"""Cost of recomputing the forward pass of a layer, over that of the layer's step."""
+FORWARD = 0.3
+"""Cost of recomputing the forward pass of a layer without attention, over that of its step without attention."""
 SKEW = 0.0035
 """Standard deviation of a rank's step over its mean; a step takes as long as that of the slowest rank."""
 LATENCY_S = 20e-6
 """Of each doubling of the number of ranks in a collective."""
+BACKWARD = 2.5
+"""Products of attention's backward pass over those of its forward pass."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step."""
+
+    name: str
+    per_step: int
+    bytes_received: int
+    """By a GPU, each time."""
+    seconds: float
+    """Each time, if nothing else runs."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +49,24 @@ class StepTime:
     compute: float
     gathers: float
     """By which gathers make the step longer, whether they slow products or are waited for."""
+    exchanges: float
+    """Of attention's inputs and outputs between the ranks that share a sequence."""
     gradients: float
     slowest: float
     """Until the slowest rank is done."""
     tokens: int
     """Tokens of a step on one GPU."""
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by name."""
+        return {name: getattr(self, name) for name in ("compute", "gathers", "exchanges", "gradients", "slowest")}
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.compute + self.gathers + self.gradients + self.slowest
+        return sum(self.parts.values())
 
 
 def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
@@ -54,37 +77,93 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     """
     decided, training, machine = planner.decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
-    if by_module or config.zero.offload_optimizer or config.zero.offload_parameters or config.parallel.sequence > 1:
-        reason = "by module, offloading and parallel.sequence are not predicted"
-        raise UserError(f"--network: the speed of gathers {reason}; estimate without --network, --price and --card")
+    if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
+        reason = "the speed of gathers by module and of offloading is not predicted"
+        raise UserError(f"--network: {reason}; estimate without --network, --price and --card")
+    measured, utilization, note = _find_measured(planner, config, card)
+    work, accumulation, ranks = planner.work(config, decided), training.gradient_accumulation_steps, machine.world_size
+    fraction = _recomputed_fraction(config, len(planner.shapes.layers))
+    compute = _compute(planner, config, work, fraction, measured, peak(card) * utilization)
+    gather, gathering = _gather(planner, config, measured["link"], network)
+    slowed = compute + measured["interference"] * min(gather, compute)
+    longer = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
+    shares_hosts = len(set(machine.hosts[: config.parallel.sequence])) <= 1
+    exchange, exchanging = _exchange(planner, config, work, fraction, measured["exchange"] if shares_hosts else network)
+    slowest_link = network if len(set(machine.hosts)) > 1 else measured["link"]
+    received = planner.traffic(config)["gradients"]
+    gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
+    slowest = SKEW * math.sqrt(2 * math.log(ranks)) * compute * accumulation
+    tokens = work.rows * work.kernels.length * accumulation
+    summing = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
+    collectives = (*gathering, *exchanging, *summing)
+    longer, exchange = longer * accumulation, exchange * accumulation
+    return StepTime(compute * accumulation, longer, exchange, gradients, slowest, tokens, collectives), note
+
+
+def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
+    """Return what was measured on a card or on MEASURED, its utilization for this base, and a note on what was not."""
     measured, note = CARDS.get(card), ""
     if measured is None:
         measured, note = CARDS[MEASURED], f"{card} was never measured: assumes the utilization and links of {MEASURED}"
-    work, accumulation = planner.work(config, decided), training.gradient_accumulation_steps
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
     known = measured.get("experts", {}) if has_experts else measured["utilization"]
     if kind not in known:
         note = note or f"{kind}{' with experts' * has_experts} was never measured on {card}"
-    utilization = known.get(kind, known.get("bf16", measured["utilization"]["bf16"]))
-    layers = len(planner.shapes.layers)
-    recomputed = {"none": 0, "selective": layers // 2}.get(
-        training.gradient_checkpointing, training.gradient_checkpointing_layers or layers
-    )
-    flops = count_flops(planner.shapes, work.rows, work.kernels.length, work.targets)
-    compute = flops / (peak(card) * utilization) * (1 + FORWARD * recomputed / layers)
-    traffic, ranks = planner.traffic(config), machine.world_size
+    return measured, known.get(kind, known.get("bf16", measured["utilization"]["bf16"])), note
+
+
+def _recomputed_fraction(config: RunConfig, layers: int) -> float:
+    """Return the fraction of the layers' forward pass that is computed again."""
+    mode = config.training.gradient_checkpointing
+    if mode in ("none", "selective"):
+        return 0.0 if mode == "none" else 0.5
+    return min(config.training.gradient_checkpointing_layers or layers, layers) / layers
+
+
+def _compute(
+    planner: Planner, config: RunConfig, work: Work, fraction: float, measured: dict[str, Any], rate: float
+) -> float:
+    """Return the seconds of a micro-step's computation: attention at its own rate, all else at `rate` FLOP/s."""
+    ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
+    linear = count_flops(planner.shapes, work.rows, work.kernels.length, min(work.targets, work.kernels.length))
+    attention = attention_flops(planner.shapes, work.rows, length) / ranks
+    speeds = measured["attention"]
+    forward, backward = speeds[max((each for each in speeds if each <= length), default=min(speeds))]
+    selective = config.training.gradient_checkpointing == "selective"
+    again = fraction if config.training.recompute_attention and not selective else 0.0
+    layers = linear / rate * (1 + FORWARD * fraction)
+    return layers + attention * ((1 + again) / forward + BACKWARD / backward)
+
+
+def _gather(planner: Planner, config: RunConfig, link: float, network: float) -> tuple[float, list[Collective]]:
+    """Return the seconds of a micro-step's gathers of weights if nothing else runs."""
+    traffic, accumulation = planner.traffic(config), config.training.gradient_accumulation_steps
     near, far = (traffic[f"weights_from_{place}"] / accumulation for place in ("its_host", "other_hosts"))
-    gather = max(near / measured["link"], far / network if far else 0.0)
-    if gather:
-        gather += 2 * layers * LATENCY_S * math.log2(ranks)
-    slowed = compute + measured["interference"] * min(gather, compute)
-    longer = max(slowed, gather) - compute + gather / (2 * layers)
-    slowest_link = network if len(set(machine.hosts)) > 1 else measured["link"]
-    gradients = traffic["gradients"] / slowest_link + LATENCY_S * math.log2(ranks)
-    slowest = SKEW * math.sqrt(2 * math.log(ranks)) * compute * accumulation
-    tokens = work.rows * work.kernels.length * accumulation
-    return StepTime(compute * accumulation, longer * accumulation, gradients, slowest, tokens), note
+    seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)
+    if not seconds:
+        return 0.0, []
+    seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
+    place = "from this and other hosts" if far else "within the host"
+    one = Collective(f"gather of a layer {place}", count * accumulation, int(near + far) // count, seconds / count)
+    return seconds, [one]
+
+
+def _exchange(
+    planner: Planner, config: RunConfig, work: Work, fraction: float, link: float
+) -> tuple[float, list[Collective]]:
+    """Return the seconds of a micro-step's exchanges of tokens for heads: two per layer and pass."""
+    ranks = config.parallel.sequence
+    if ranks == 1:
+        return 0.0, []
+    heads, size = _heads(planner.shapes)
+    keys = getattr(planner.shapes.model.config.get_text_config(), "num_key_value_heads", None) or heads
+    widths = 2 * (heads + keys * ranks // math.gcd(keys, ranks)) * size
+    passes = (2 + fraction * config.training.recompute_attention) * len(planner.shapes.layers)
+    received = work.rows * work.kernels.length * widths * work.element * (ranks - 1) // ranks
+    seconds = received / link + 2 * LATENCY_S * math.log2(ranks)
+    count = round(2 * passes) * config.training.gradient_accumulation_steps
+    return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]
 
 
 def peak(card: str) -> float:
@@ -95,15 +174,24 @@ def peak(card: str) -> float:
 
 
 def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
-    """Return the model FLOPs of a micro-batch of full rows, as trainer/monitor/mfu.py counts those of real batches."""
-    config = shapes.model.config.get_text_config()
-    visited, tokens = experts_per_token(config), rows * length
-    heads = getattr(config, "num_attention_heads", 0)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    """Return the model FLOPs of a micro-batch without attention, as trainer/monitor/mfu.py counts those of batches."""
+    visited, tokens = experts_per_token(shapes.model.config.get_text_config()), rows * length
     per_token = 0.0
     for weight in shapes.weights:
         if weight.layer >= 0 and (weight.packable or weight.trained):
             used = visited / weight.experts if weight.experts else 1.0
             per_token += (6.0 if weight.trained else 4.0) * used * weight.elements
-    head = 4.0 * shapes.vocabulary * shapes.hidden * targets * rows
-    return tokens * per_token + head + 6.0 * rows * length**2 * heads * head_size * len(shapes.layers)
+    return tokens * per_token + 4.0 * shapes.vocabulary * shapes.hidden * targets * rows
+
+
+def attention_flops(shapes: Shapes, rows: int, length: int) -> float:
+    """Return the FLOPs of causal attention over whole sequences in one forward pass: 2 L^2 for each head and size."""
+    heads, size = _heads(shapes)
+    return 2.0 * rows * length**2 * heads * size * len(shapes.layers)
+
+
+def _heads(shapes: Shapes) -> tuple[int, int]:
+    """Return the number of attention heads and their size."""
+    config = shapes.model.config.get_text_config()
+    heads: int = getattr(config, "num_attention_heads", 0)
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

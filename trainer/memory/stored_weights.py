@@ -32,8 +32,10 @@ class Weight:
     """Whether it stays in MXFP4, as stored."""
     rows: int = 0
     """Rows of the matrix, or of all experts' matrices."""
-    fp8_scales: int = 0
-    """Number of scales if it is stored and kept in FP8, otherwise 0."""
+    stored_bits: int = 0
+    """Bits of a code if it is stored and kept in FP8 or 4 bits, otherwise 0."""
+    stored_scales: int = 0
+    """Bytes that belong to the stored codes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Shapes:
     """Model properties that determine the kernels."""
     model: Any = field(repr=False, compare=False)
     """The empty model with its adapter, in which only the first layer of each kind has contents."""
-    fp8: Literal["", "rows", "blocks"] = ""
-    """What shares a scale in an FP8 checkpoint."""
+    stored: Literal["", "rows", "blocks", "groups"] = ""
+    """What shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
     buffers: int = 0
     """Bytes of buffers, which keep their dtype: SD3.5 Medium's position table takes 864 MiB."""
 
@@ -101,14 +103,14 @@ def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
-    if weight.fp8_scales or (placement.quantization.eight_bit and not weight.mxfp4):
+    if (weight.stored_bits or (8 if placement.quantization.eight_bit and not weight.mxfp4 else 4)) == 8:
         return rounded(weight.elements) + scale_bytes(weight, placement)
     return rounded((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
     """Return whether a weight is quantized to 4 or 8 bits, by this run or in its checkpoint."""
-    return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
+    return weight.mxfp4 or weight.stored_bits > 0 or (placement.packed and weight.packable)
 
 
 def scale_bytes(weight: Weight, placement: Placement) -> int:
@@ -116,14 +118,14 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
 
     8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
     block and 4 bytes per 256 blocks; codebooks of 16 and 256 32-bit numbers per matrix, shared by experts, which have
-    separate blocks. MXFP4: 1 byte per 32 values.
+    separate blocks. MXFP4: 1 byte per 32 values. Stored: as its format has them.
     """
     if not is_packed(weight, placement):
         return 0
     if weight.mxfp4:
         return rounded(weight.elements // 32)
-    if weight.fp8_scales:
-        return rounded(4 * weight.fp8_scales)
+    if weight.stored_bits:
+        return rounded(weight.stored_scales)
     if placement.quantization.eight_bit:
         return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)

@@ -1,7 +1,7 @@
 """PEFT adapters on the base model: configuration, parameters, capacity, a check that every layer gets a gradient."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from trainer.model.expert_targets import is_named
 from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
-from trainer.model.targets import Targets, excluded_modules, resolve_targets
+from trainer.model.targets import Targets, excluded_modules, find_projectors, layers_to_adapt, resolve_targets
+from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
+from trainer.parallel.ranks.group import set_seed
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
 BITS_PER_PARAMETER = 2.0
@@ -43,13 +45,15 @@ def lora_config(
     *,
     excluded: str | None = None,
     targets: Targets | None = None,
+    projectors: Sequence[str] = (),
     added_token_ids: dict[str, list[int]] | None = None,
     task_type: str | None = "CAUSAL_LM",
 ) -> Any:
     """Build the peft.LoraConfig for the section `lora`.
 
     `excluded` is the pattern from `trainer.model.targets.excluded_modules`; `targets`, if given, lists the adapted
-    paths. PEFT refuses dropout if any target is a parameter, so dropout is then set separately (`set_dropout`).
+    paths, and `projectors` those trained in full. PEFT refuses dropout if any target is a parameter, so dropout is then
+    set separately (`set_dropout`).
     """
     from peft import LoraConfig
 
@@ -72,7 +76,7 @@ def lora_config(
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=init,
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=[*lora.modules_to_save, *projectors] or None,
         trainable_token_indices=added_token_ids,
         bias="none",
     )
@@ -110,8 +114,9 @@ def apply_adapter(
         token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
         targets, excluded = resolve_targets(model, lora), excluded_modules(model, lora)
         peft_config = lora_config(
-            lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
-        )
+            lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type,
+            projectors=find_projectors(model) if lora.image_parts == "projector" else (),
+        )  # fmt: skip
         try:
             with use_own_experts(model, peft_config):
                 adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
@@ -126,6 +131,32 @@ def apply_adapter(
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def apply_adapters(
+    model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
+) -> Any:
+    """Add several new adapters (section, seed), each with the values that it has alone; `find_choice` names them."""
+    # Paths before any layer is wrapped.
+    targets = [Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
+    excluded = [excluded_modules(model, lora) for lora, _ in adapters]
+    (first, seed), *others = adapters
+    set_seed(seed)
+    adapted = apply_adapter(model, first, dtype, task_type=task_type)
+    names = [DEFAULT]
+    for number, (lora, seed) in enumerate(others, start=1):
+        names.append(f"adapter_{number}")
+        set_seed(seed)
+        config = lora_config(lora, targets=targets[number], task_type=task_type)
+        adapted.add_adapter(names[-1], config, autocast_adapter_dtype=False)
+        set_saved_targets(adapted, targets[number], excluded[number], names[-1])
+        check_reloadable(adapted, names[-1])
+    adapted.base_model.set_adapter(names)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    setattr(adapted, ATTRIBUTE, AdapterChoice(names, selected=DEFAULT))
     return adapted
 
 

@@ -4,6 +4,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.config.model_sections import RopeScaling
@@ -28,7 +29,7 @@ from trainer.model.model_source import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
-from trainer.model.stored_fp8 import fp8_form
+from trainer.model.stored_settings import kept_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -156,6 +157,11 @@ def context_length(model_config: Any) -> int | None:
     return int(length) if length and length > 0 else None
 
 
+def has_rotary_positions(model_config: Any) -> bool:
+    """Return whether positions beyond `context_length` can be computed, instead of being rows of a table."""
+    return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
+
+
 def load_base_model(
     base_model: str,
     section: ModelSection,
@@ -170,7 +176,7 @@ def load_base_model(
 ) -> Any:
     """Return the base model in `dtype` on `device`, quantised if `quantization` is set.
 
-    Stored MXFP4 and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
+    Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
     configuration unchanged. DeepSpeed partitions the model with a stage-3 `deepspeed_config`, `shards` per layer.
 
     Whole models in 16 or 32 bits are loaded by transformers. Quantised, partitioned and random ones are built empty and
@@ -186,7 +192,7 @@ def load_base_model(
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or fp8_form(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or kept_form(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(
@@ -227,6 +233,13 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Creates weights on torch's meta device at once: experts of one layer of a large model exceed a host's memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
+
+
 def empty_model(model_config: Any, section: ModelSection) -> Any:
     """Return the model's modules without memory for their weights; tied weights are one parameter."""
     from accelerate import init_empty_weights
@@ -234,9 +247,9 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
 
     try:
         # Otherwise torch's slow reference kernels would initialise values that are never used.
-        with no_init_weights(), init_empty_weights():
+        with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
-    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError) as error:
         raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model

@@ -98,6 +98,11 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
     if layout.eight_bit:
         sections, cell = weight.sections(), None if layout.cell == (1, layout.cols) else layout.cell
         return replace(ops.ExpertMatrix.eight_bit(sections["codes"], sections["scales"], cell), source=weight)
+    if layout.groups is not None:
+        if layout.cols % layout.groups.group:
+            return None
+        stored = ops.ExpertMatrix.grouped(list(weight.sections().values()), layout.groups.floats)
+        return replace(stored, source=weight)
     if layout.rows * layout.cols % layout.block:
         return None
     sections = weight.sections()

@@ -5,6 +5,7 @@ of every layer until the backward pass, so partitioning saves nothing. Here the 
 freed with the partition and gathered again before it is read. The dequantised weight is never saved.
 """
 
+from functools import partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -13,30 +14,13 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 from ops import reference
+from ops.scaled import frozen_linear
 from trainer.config import QuantizationSection
 from trainer.contract.known_versions import replaces
 from trainer.model.eight_bit import check_input
 
 READ_DIRECTLY = ("dt_proj",)
 """The time-step projection of Mamba-1 (Jamba): the model multiplies by its weight without calling the layer."""
-
-
-class _FrozenLinear4bit(torch.autograd.Function):
-    """y[T,O] = x[T,I] W^T with W[O,I] dequantised on the fly; dX = dY W. W gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, quant_state: Any) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        ctx.quant_state = quant_state
-        return torch.nn.functional.linear(x, dequantized(weight, quant_state, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        (weight,) = ctx.saved_tensors
-        (grad_y,) = grads
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return grad_y.matmul(dequantized(weight, ctx.quant_state, grad_y.dtype)), None, None
 
 
 @replaces("`dequantize_4bit` on a CPU")
@@ -70,15 +54,13 @@ class Params4bit(bnb.nn.Params4bit):
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward above."""
+    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward of ops/scaled.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[T,O] = x[T,I] W^T + b in the type of x, computed in the layer's compute dtype."""
         check_input(x)
-        y = _FrozenLinear4bit.apply(x.to(self.compute_dtype), self.weight, self.quant_state)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-        return y.to(x.dtype)
+        dense = partial(dequantized, quant_state=self.quant_state)
+        return frozen_linear(x.to(self.compute_dtype), dense, (self.weight,), self.bias).to(x.dtype)
 
 
 @replaces("`Linear4bit.forward` and `Params4bit.to`")

@@ -2,17 +2,33 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import xxhash
+
 from trainer.config import ModelSection, RunConfig, UserError
+from trainer.contract.rendezvous import host_name
+from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import store_image
+from trainer.data.samples import Samples
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
 from trainer.model.model_source import unreadable_error
 from trainer.model.published_shapes import is_random
+from trainer.model.targets import find_non_text_modules
+from trainer.parallel.ranks.group import gather_objects
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+SHOWN_EVERY = 100
+
+FAMILIES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
+    "internvl",
+)  # fmt: skip
 """Model types with losses that tests compare with those of transformers and PEFT."""
 
 
@@ -37,10 +53,13 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     model_config = model_config or load_model_config(base_model, section)
     if is_random(base_model) or model_config.model_type not in FAMILIES:
         return None
-    known, revision = PROCESSOR_MAPPING[type(model_config)], section.revision or "main"
+    revision = section.revision or "main"
     try:
+        known = PROCESSOR_MAPPING[type(model_config)]
+        parts = known.get_attributes()
         images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
-    except OSError:  # a copy of the weights without preprocessor_config.json, for text alone
+    except (OSError, ImportError):
+        # A copy of the weights without preprocessor_config.json, or a processor that needs torchvision: text alone.
         return None
     except Exception as error:  # invalid values raise any exception
         raise unreadable_error("base_model", base_model, error) from None
@@ -48,7 +67,6 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         settings, _ = known.get_processor_dict(base_model, revision=revision)
     except OSError:  # older models have no processor_config.json
         settings = {}
-    parts = known.get_attributes()
     taken = [name for name in inspect.signature(known.__init__).parameters if name not in (*parts, "self", "kwargs")]
     kept = {name: value for name, value in settings.items() if name in taken and name != "chat_template"}
     try:
@@ -74,12 +92,70 @@ def read_prompt_images(config: RunConfig, tokenizer: Any, files: Sequence[str]) 
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
 
 
+def trains_images(model: Any) -> bool:
+    """Return whether an adapted model trains parts of its image tower or projector."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if not hasattr(model, "get_base_model"):
+        return True
+    inner = model.get_base_model()
+    parts = [part for path in find_non_text_modules(inner) for part in inner.get_submodule(path).modules()]
+    return any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in parts)
+
+
 def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
     """Return the builder of a loaded model's image inputs; with `every_rank` each batch has an image."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     taken = inspect.signature(inner.forward).parameters
     name = next((name for name in TYPE_NAMES if name in taken), None)
-    window = getattr(inner.config.get_text_config(), "sliding_window", None) or sys.maxsize
+    text = inner.config.get_text_config()
+    is_gemma_4 = text.model_type.startswith("gemma4")
+    if rope is not None or (is_gemma_4 and text.use_bidirectional_attention != "vision"):
+        name = None
+    window = getattr(text, "sliding_window", None) or sys.maxsize
     empty = reader.empty_document() if every_rank else None
-    return ImageInputs(reader, name if rope is None else None, window, rope, empty)
+    return ImageInputs(reader, name, window, not is_gemma_4, rope, empty)
+
+
+@torch.no_grad()
+def cache_features(
+    inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
+) -> ImageInputs:
+    """Return `inputs` with files below `folder` of the features of all images; every rank must call it.
+
+    Ranks of a host compute those that are missing there, one at a time, and all run the tower equally often: they may
+    hold parts of it. The tower's output for an image of noise is part of the folder's name, in place of its weights.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if trains_images(model):
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the tower; set it to false")
+    taken = inspect.signature(inner.get_image_features).parameters
+
+    def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:
+        given = inputs.reader.inputs([image])
+        moved = {name: value.to(device) for name, value in given.items() if name in taken}
+        return inner.get_image_features(**moved, return_dict=True), given.get(GRID)
+
+    [[noise]] = inputs.reader.empty_document().images
+    state = compute(noise)[0].pooler_output
+    state = state if isinstance(state, torch.Tensor) else torch.cat(list(state))
+    digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
+    files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
+    hosts = gather_objects(host_name())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    others = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    ours = (image for chunk in samples.image_chunks() for image in chunk[others.index(rank) :: len(others)])
+    missing = {path: image for image in ours if not (path := files.path(image)).exists()}
+    most = max(gather_objects(len(missing)))
+    paths = list(missing)
+    for number in range(most):
+        output, grid = compute(missing[paths[number]] if number < len(paths) else noise)
+        if number < len(paths):
+            files.write(paths[number], output, grid)
+        if (number + 1) % SHOWN_EVERY == 0:
+            say(f"image features: {number + 1:,} of {most:,} computed by each rank")
+    computed = sum(gather_objects(len(missing)))
+    say(f"image features: {computed:,} computed, in {files.folder}")
+    return replace(inputs, features=files, empty=None)

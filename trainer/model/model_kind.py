@@ -6,7 +6,9 @@ from typing import Any
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
-from trainer.model.stored_fp8 import fp8_form, quantization_settings
+from trainer.model.stored_four_bit import four_bit_form
+from trainer.model.stored_fp8 import quantization_settings
+from trainer.model.stored_settings import kept_form
 
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
@@ -81,7 +83,7 @@ def auto_class(model_config: Any) -> Any:
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
     """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
 
-    With `may_score` it may have a score head. Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be
+    With `may_score` it may have a score head. Weights in 4 bits or FP8 can be the base of an adapter, but cannot be
     trained themselves (`all_trained`).
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
@@ -98,13 +100,13 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained in it; use adapter: "
             "lora or qlora, or a copy of the model in 16 bits"
         )
-    is_fp8 = fp8_form(model_config) is not None
-    if is_fp8 and all_trained:
+    kept = kept_form(model_config)
+    if kept is not None and all_trained:
         raise UserError(
-            f"adapter=none: the weights of {base_model} are stored in FP8 and cannot be trained in it; use adapter: "
-            "lora, or a copy of the model in 16 bits"
+            f"adapter=none: the weights of {base_model} are stored in {kept.name} and cannot be trained in it; use "
+            "adapter: lora, or a copy of the model in 16 bits"
         )
-    if method and method != MXFP4 and not is_fp8:
+    if method and method != MXFP4 and kept is None:
         raise UserError(
             f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); use the "
             "full-precision model that it was made from, with adapter: qlora for a base in 4 bits, or in 8 with "
@@ -163,4 +165,5 @@ def _describe_quantization(model_config: Any, method: str) -> str:
     settings = quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"
-    return f"{method}, {settings['format']}" if settings.get("format") else method
+    parts = method, settings.get("format"), four_bit_form(model_config)
+    return ", ".join(part for part in parts if isinstance(part, str))

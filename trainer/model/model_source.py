@@ -32,6 +32,9 @@ class Quantization:
     """The keys of `quantization_config` used here, of all libraries."""
 
     format: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    dynamic: dict[str, dict[str, Any] | None] | None = None
     weight_block_size: tuple[int, int] | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
@@ -165,13 +168,13 @@ def unreadable_error(
 
     With `model_config`, the configuration was read but no model could be built from it.
     """
-    said, reason = f"{setting}={name}", _first_line(error)
-    if isinstance(error, KeyError):
-        reason = f"transformers does not know {error}"
+    said = f"{setting}={name}"
+    reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _first_line(error)
+    if isinstance(error, ImportError):
+        return UserError(f"{said}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
         return UserError(f"{said}: comes with its own code; read it, then set model.trust_remote_code: true")
-    folder = Path(name)
-    if not folder.is_dir() and model_config is None:
+    if not (folder := Path(name)).is_dir() and model_config is None:
         return UserError(f"{said}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
     if not tokenizer:
         return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ops import reference
+from ops.reference import FP4_VALUES
 from trainer.config import UserError
 from trainer.model.stored_layout import BLOCKS, SCALES
 
 MXFP4 = "mxfp4"
 BLOCK = 32
-# Sign, two bits of exponent, one of mantissa: the values of FP4 (E2M1).
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
 _LARGEST_EXPONENT = 2  # of FP4's values: 6 is 1.5 x 2^2
 ALIKE = "take a checkpoint that stores all experts alike, or one in full precision"
@@ -46,16 +45,18 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT
     exponent = torch.where(torch.ldexp(largest, -exponent) > 7.0, exponent + 1, exponent)
     exponent = torch.where(largest > 0, exponent, -_BIAS).clamp(-_BIAS, _BIAS)
-    scaled = torch.ldexp(in_blocks, -exponent[..., None])
-    magnitude = scaled.abs()
-    # Ties between neighbours go to the value with mantissa bit 0.
+    pairs = nearest_codes(torch.ldexp(in_blocks, -exponent[..., None])).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, (exponent + _BIAS).to(torch.uint8)
+
+
+def nearest_codes(values: Tensor) -> Tensor:
+    """Return the code (uint8) of the nearest E2M1 number; ties go to the even code."""
+    magnitude = values.abs()
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
-    for index, (low, high) in enumerate(pairwise(VALUES[:8])):
+    for index, (low, high) in enumerate(pairwise(FP4_VALUES)):
         middle = (low + high) / 2
         code += (magnitude > middle) if index % 2 == 0 else (magnitude >= middle)
-    code = torch.where(torch.signbit(scaled), code + 8, code)
-    pairs = code.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4, (exponent + _BIAS).to(torch.uint8)
+    return torch.where(torch.signbit(values), code + 8, code)
 
 
 def full_precision(model_config: Any) -> Any:

@@ -1,5 +1,7 @@
 """Tensors of experts in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
 
+Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) have the layout of ops/grouped.py.
+
 Codes and scales of all experts are in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload,
 per-layer all-gather) moves a whole tensor at once. The sections, each with one expert after the other:
 
@@ -15,7 +17,6 @@ pass, which dequantises them again and recomputes the experts, so only the layer
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -23,16 +24,18 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ops
 from ops import reference
 from ops.eight_bit import STORAGE
+from ops.grouped import Sections, place_sections, view_sections
 from ops.reference import dequantize_blocks, quantize_rows
 from trainer.contract.known_versions import replaces, require
 from trainer.model import mxfp4
+from trainer.model.eight_bit import check_input
 
 MXFP4 = mxfp4.MXFP4
 NESTED_BLOCK = 256
-Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_ALIGNMENT = 256
+GROUPED = "grouped"
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class ExpertsLayout:
     """How `experts` matrices [rows, cols] are packed."""
 
     kind: str
-    """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3) or `int8`."""
+    """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3), `int8` or `grouped`."""
     experts: int
+    """0 for the matrix of a linear layer."""
     rows: int
     cols: int
     dtype: torch.dtype
@@ -52,6 +56,8 @@ class ExpertsLayout:
     double_quant: bool = False
     cell: tuple[int, int] = (0, 0)
     """Rows and columns that share a scale, in 8 bits."""
+    groups: Any = None
+    """A `GroupedLayout`, if `kind` is `grouped`."""
 
     @property
     def eight_bit(self) -> bool:
@@ -64,8 +70,10 @@ class ExpertsLayout:
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Shape of the model's own tensor."""
+        if not self.experts:
+            return self.rows, self.cols
         return (self.experts, self.cols, self.rows) if self.transposed else (self.experts, self.rows, self.cols)
 
     @property
@@ -75,6 +83,8 @@ class ExpertsLayout:
 
     def sections(self) -> Sections:
         """Return the shape and type of each section, in order."""
+        if self.groups is not None:
+            return self.groups.sections()
         if self.eight_bit:
             values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
             return {"codes": values, "scales": ((self.experts, *self.grid), torch.float32)}
@@ -92,14 +102,6 @@ class ExpertsLayout:
             **book,
             "nested_book": ((256,), torch.float32),
         }
-
-    def offsets(self) -> tuple[dict[str, int], int]:
-        """Return the start of each section in bytes, and the total size."""
-        begins, end = {}, 0
-        for name, (shape, dtype) in self.sections().items():
-            begins[name] = end
-            end = -(-(end + prod(shape) * dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
-        return begins, end
 
 
 class PackedExperts(nn.Parameter):
@@ -120,16 +122,12 @@ class PackedExperts(nn.Parameter):
     @staticmethod
     def empty(layout: ExpertsLayout, device: torch.device) -> "PackedExperts":
         """Allocate memory for packed experts."""
-        return PackedExperts(torch.zeros(layout.offsets()[1], dtype=torch.uint8, device=device), layout)
+        size = place_sections(layout.sections())[1]
+        return PackedExperts(torch.zeros(size, dtype=torch.uint8, device=device), layout)
 
     def sections(self) -> dict[str, Tensor]:
         """Return views of the sections; under ZeRO-3 the parameter must be gathered."""
-        begins, size = self.packing.offsets()
-        assert self.numel() == size, f"{self.numel()} bytes of {size}: the parameter is not gathered"
-        return {
-            name: self.data.narrow(0, begins[name], prod(shape) * dtype.itemsize).view(dtype).view(shape)
-            for name, (shape, dtype) in self.packing.sections().items()
-        }
+        return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
         """Pack one expert's matrix in the model's orientation: by rows to 8 bits, or by bitsandbytes to 4."""
@@ -165,6 +163,9 @@ class PackedExperts(nn.Parameter):
     def dequantized(self) -> Tensor:
         """Dequantise to the model's own tensor."""
         layout = self.packing
+        if layout.groups is not None:
+            whole = layout.groups.dequantized(self.data, layout.dtype)
+            return whole.mT if layout.transposed else whole
         out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         if layout.eight_bit:
             sections = self.sections()
@@ -183,6 +184,9 @@ class PackedExperts(nn.Parameter):
     def expert(self, index: int) -> Tensor:
         """Return one expert's dequantised matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
+        if layout.groups is not None:
+            own = [section[index] for section in sections.values()]
+            return reference.dequantize_groups(own, layout.groups.floats, layout.groups.group, layout.dtype)
         if layout.eight_bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:
@@ -234,6 +238,27 @@ def experts_layout(
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
     return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **of_4_bits)
+
+
+class FrozenLinearGrouped(nn.Linear):
+    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantised for each product."""
+
+    def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
+        """Take over the bias of `linear`; products are computed in the type of the layout of `weight`."""
+        assert isinstance(linear, nn.Linear)
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype, self.layout = weight.packing.dtype, weight.packing.groups
+        self.weight, self.bias = weight, linear.bias
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantised weight [O,I]."""
+        return self.layout.dequantized(self.weight.data, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
+        check_input(x)
+        return ops.grouped_linear(x.to(self.compute_dtype), self.weight, self.layout, self.bias).to(x.dtype)
 
 
 @replaces("the forward of quantised experts")

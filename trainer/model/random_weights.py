@@ -169,16 +169,16 @@ class WithScore:
     """The tensors of a checkpoint, and a new score head if it has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
-        self._stored, self._config = stored, model_config
+        self.stored, self._config = stored, model_config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
-        return {SCORE: (1, self._config.hidden_size)} | self._stored.shapes()
+        return {SCORE: (1, self._config.hidden_size)} | self.stored.shapes()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor; see `StoredTensors`."""
-        is_new = name == SCORE and name not in self._stored.shapes()
-        return draw_score(self._config) if is_new else self._stored.read(name, index)
+        is_new = name == SCORE and name not in self.stored.shapes()
+        return draw_score(self._config) if is_new else self.stored.read(name, index)
 
 
 def _select_experts(count: int, index: int | None) -> Sequence[int]:

@@ -118,12 +118,12 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
     return bool(found) and all(isinstance(module, nn.Linear) for module in found)
 
 
-def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None) -> None:
+def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
     Layers with names that PEFT reserves for experts (peft#3711) are given by their weight, which PEFT treats alike.
     """
-    config, base = adapted.peft_config["default"], adapted.get_base_model()
+    config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
     weights = [path.replace(".base_layer", "") for path, _ in base.named_parameters()]
     taken = find_expert_like_names(base, {path.rpartition(".")[2] for path in targets.modules})
@@ -136,7 +136,7 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None) -> N
     config._custom_modules = None
 
 
-def check_reloadable(adapted: Any) -> None:
+def check_reloadable(adapted: Any, adapter: str = "default") -> None:
     """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
     Applies PEFT's own rules for names, without a second model: the saved settings must match exactly the adapted
@@ -147,14 +147,14 @@ def check_reloadable(adapted: Any) -> None:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config, base = copy.deepcopy(adapted.peft_config["default"]), adapted.get_base_model()
+    config, base = copy.deepcopy(adapted.peft_config[adapter]), adapted.get_base_model()
     if hasattr(base.config, "model_type"):
         require(conversion, "convert_peft_config_for_transformers", "peft")(config, base, None)
     named = tuple(f".{name}" for name in config.target_parameters or ())
     layers, found = set(), set()
     for path, module in base.named_modules():
         plain = path.replace(".base_layer", "")
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer) and (adapter in module.lora_A or adapter in module.lora_embedding_A):
             layers.add(f"{plain}.{getattr(module, 'parameter_name', 'weight')}")
         if ".lora_" not in path:
             own = [f"{plain}.{name}" for name, _ in module.named_parameters(recurse=False)]
@@ -166,7 +166,7 @@ def check_reloadable(adapted: Any) -> None:
             f"lora.target_modules: PEFT could not find these {len(layers)} layers when it loads the adapter, "
             f"first {min(found ^ layers)}; leave it out with lora.exclude_modules"
         )
-    names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    names_in_file(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
 
 
 def _shortest(paths: list[str], among: list[str], *, parts: int) -> list[str]:

@@ -50,6 +50,7 @@ def serving_notes(config: RunConfig, model: Any) -> list[str]:
     settings = {
         "lora.dora": lora.dora,
         "lora.modules_to_save": lora.modules_to_save,
+        "what vision.train adds": lora.image_parts != "none",
         "model.added_tokens": config.model.added_tokens,
     }
     notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]

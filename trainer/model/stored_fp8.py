@@ -15,16 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ops.reference import dequantize_blocks
-from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.config import UserError
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
-from trainer.parallel.engine.linear_layers import is_linear
 
 E4M3 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
@@ -43,13 +42,25 @@ class Fp8Form:
 
     block: Block | None
     left_out: tuple[str, ...]
+    name = "FP8"
+
+    @property
+    def scaled(self) -> Literal["rows", "blocks"]:
+        """What shares a scale."""
+        return "rows" if self.block is None else "blocks"
+
+    def scale_bytes(self, shape: torch.Size) -> int:
+        """Return the bytes of the scales of a weight [..., O, I]."""
+        rows, cols = self.block or (1, shape[-1])
+        return 4 * shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
     def holds(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in FP8 according to config.json."""
-        return not any(_matches(each, path) for each in self.left_out)
+        return not any(matches(each, path) for each in self.left_out)
 
 
-def _matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str) -> bool:
+    """Return whether an entry of a list of modules in config.json names the layer at `path`."""
     # compressed-tensors marks regular expressions by `re:`; for transformers each entry is one, or the end of a name.
     expression, whole = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
@@ -90,48 +101,6 @@ def _pair(block: Any) -> Block | None:
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]
-
-
-def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    """Raise UserError for settings that a base in FP8 does not support."""
-    if fp8_form(model_config) is None:
-        return
-    base, lora = config.base_model, config.lora
-    kind = config.quantization.quant_type
-    if config.adapter == "qlora" and kind != "fp8":
-        raise UserError(
-            f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
-            "time; use adapter: lora, or quantization.quant_type: fp8, or use the 16-bit model"
-        )
-    if config.training.qat:
-        raise UserError(
-            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; use "
-            "the 16-bit model"
-        )
-    if config.zero.offload_parameters and not gathers_by_layer(config):
-        raise UserError(
-            f"zero.offload_parameters=true: zero.gather=module cannot offload {base}, which is stored in FP8; use "
-            "zero.gather: layer, or turn it off"
-        )
-    if lora.dora or lora.init not in ("default", "gaussian", "orthogonal"):
-        given = "lora.dora=true" if lora.dora else f"lora.init={lora.init}"
-        raise UserError(
-            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or use the 16-bit model"
-        )
-
-
-def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
-    """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
-    form, head = fp8_form(model_config), empty.get_output_embeddings()
-    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
-        held = is_linear(module) and module is not head and (form is None or form.holds(path))
-        for name in config.lora.modules_to_save if held else ():
-            if f".{name}." in f".{path}.":
-                how = "is stored in FP8" if form else f"is held in {config.quantization.quant_type}"
-                raise UserError(
-                    f"lora.modules_to_save={name}: the weight of {path} {how} and cannot be trained; remove it, or use "
-                    f"the 16-bit model{'' if form else ' with adapter: lora'}"
-                )
 
 
 class Fp8Files:
@@ -182,11 +151,11 @@ class Fp8Files:
 
     def codes(self, stored: Stored, index: int | None = None) -> Tensor:
         """Return the stored values (uint8), converted to the layout of the parameter."""
-        return stored.read(_View(self.shapes, self._codes), index)
+        return stored.read(View(self.shapes, self._codes), index)
 
     def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
         """Return a float32 scale per `block`, converted to the layout of the parameter."""
-        return stored.read(_View(self.shapes, partial(self._scales, block)), index)
+        return stored.read(View(self.shapes, partial(self._scales, block)), index)
 
     def _codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
@@ -211,7 +180,7 @@ class Fp8Files:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """A `StoredTensors` made from two functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]

@@ -7,7 +7,7 @@ Peak memory of a rank: its shard of the model and one module in full precision.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -26,15 +26,19 @@ from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
 from trainer.model.mxfp4 import MXFP4, full_precision
 from trainer.model.packed_experts import (
+    GROUPED,
     ExpertsLayout,
+    FrozenLinearGrouped,
     PackedExperts,
     compute_dequantized,
     experts_layout,
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, WithScore
-from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
+from trainer.model.stored_fp8 import Block, Fp8Files
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
+from trainer.model.stored_settings import kept_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
@@ -59,7 +63,7 @@ def load_streamed(
     """Build the model without memory, then fill, quantise and partition it one module at a time.
 
     DeepSpeed partitions each module with `deepspeed_config`; with `shards` each layer is sharded once it is complete.
-    MXFP4 and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
+    4-bit and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
     """
     if quantization is not None and quantization.eight_bit:
         check_card(quantization.quant_type, device)
@@ -72,8 +76,11 @@ def load_streamed(
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = fp8_form(config)
-        files = stored if form is None else Fp8Files(stored, form)
+        form = kept_form(config)
+        if isinstance(form, FourBitForm):
+            files = FourBitFiles(stored, form, f"base_model={base_model}")
+        else:
+            files = stored if form is None else Fp8Files(stored, form)
         files = WithScore(files, config) if has_score(config) else files
     layout = stored_layout(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
@@ -125,8 +132,10 @@ class Filler:
         self._head = output_layer(self.model)
         # Of layers that stay unquantised in training of any precision.
         self._wide = find_fp32_names(self.model, torch.float16)
-        self._fp8 = self.files if isinstance(self.files, Fp8Files) and not self.unpack else None
-        self._to_quantize = self.quantization if self._fp8 is None else None
+        kept = None if self.unpack else self.files.stored if isinstance(self.files, WithScore) else self.files
+        self._fp8 = kept if isinstance(kept, Fp8Files) else None
+        self._four_bit = kept if isinstance(kept, FourBitFiles) else None
+        self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
         self._filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
         self._quantised: dict[int, nn.Module] = {}
 
@@ -155,6 +164,8 @@ class Filler:
         is_layer = is_layer and (self._wide is None or not self._wide.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
+        if self._four_bit is not None and is_layer:
+            to_pack = self._find_groups({"weight": module.weight}, stored, transposed=False)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if block is not None and name == "weight":
                 continue
@@ -162,7 +173,7 @@ class Filler:
                 value = self._read_packed(stored[name], to_pack[name]) if name in to_pack else None
                 self._filled[id(parameter)] = self._read_plain(stored[name], parameter) if value is None else value
             setattr(module, name, self._filled[id(parameter)])
-        if to_pack:
+        if to_pack and not is_layer:
             compute_dequantized(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
             kept = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
@@ -170,6 +181,8 @@ class Filler:
         if block is not None:
             parts, exact = self._read_fp8(stored["weight"], module, block), self.quantization is None
             return FrozenLinear8bit(module, *parts, block, compute_dtype=self.dtype, exact=exact)
+        if to_pack and is_layer:
+            return FrozenLinearGrouped(module, module.weight)
         if self._to_quantize is None or not is_layer:
             return module
         tied = self._quantised.get(weight)
@@ -181,14 +194,10 @@ class Filler:
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         turned = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
-            return (
-                {}
-                if self.unpack
-                else {
-                    name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
-                    for name, each in experts.items()
-                }
-            )
+            kept = {} if self.unpack else experts
+            return {name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True) for name, each in kept.items()}
+        if self._four_bit is not None:
+            return self._find_groups(experts, stored, transposed=turned)
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
@@ -202,6 +211,19 @@ class Filler:
             name: experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
             for name, cell in cells.items()
         }
+
+    def _find_groups(
+        self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
+    ) -> dict[str, ExpertsLayout]:
+        """Return the layouts of weights stored in 4-bit groups; empty to dequantise all of them."""
+        assert self._four_bit is not None
+        found: dict[str, ExpertsLayout] = {}
+        for name, each in weights.items():
+            groups = self._four_bit.find_layout(stored[name], each.shape, transposed=transposed)
+            if groups is None:
+                return {}
+            found[name] = ExpertsLayout(GROUPED, *groups[:3], self.dtype, transposed, groups=groups)
+        return found
 
     def _read_plain(self, stored: Stored, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter in 16 or 32 bits, read one expert at a time if possible."""
@@ -225,7 +247,8 @@ class Filler:
     def _read_packed(self, stored: Stored, layout: ExpertsLayout) -> PackedExperts:
         """Return packed experts; only rank 0 reads and packs them."""
         empty = partial(PackedExperts.empty, layout, self.device)
-        return _on_all_ranks(partial(_pack, self.files, stored, layout, self.device), empty)
+        files = self._four_bit or self._fp8 or self.files
+        return _on_all_ranks(partial(_pack, files, stored, layout, self.device), empty)
 
     def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
         fp8, shape = self._fp8, linear.weight.shape
@@ -294,6 +317,9 @@ def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: t
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)
+        return packed
+    if isinstance(files, FourBitFiles):
+        files.fill(stored, packed.sections(), layout.experts, transposed=layout.transposed)
         return packed
     if stored.is_mxfp4:
         sections = packed.sections()

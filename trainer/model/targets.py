@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from trainer.config import LoraSection, UserError
+from trainer.config.adapter_settings import PROJECTORS
 from trainer.config.errors import shown
 from trainer.config.types import is_pattern
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules, router_weights
@@ -33,7 +34,7 @@ from trainer.model.expert_targets import (
 from trainer.model.model_kind import output_layer
 from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
-from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
+from trainer.parallel.engine.linear_layers import is_linear, is_quantised, model_shape
 from trainer.parallel.engine.partitioned import whole_shape
 
 CHOOSES_EXPERTS = "choose experts; lora.target_modules can name them"
@@ -64,7 +65,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
         return None
     return Targets(
         tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _build_pattern(find_non_text_modules(model)))),
+        tuple(expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
         tuple(other_parameters(model, lora)),
         expert_rank(model, lora),
     )
@@ -92,7 +93,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be without weights."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
-    towers = find_non_text_modules(model)
+    towers = find_unadapted_towers(model, lora)
     beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
     expert_aliases, cannot = list_expert_aliases(model), find_untrainable_layers(model)
@@ -102,7 +103,9 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
-            raise UserError(f"lora.target_modules={shown(name)}: is outside the language model and never sees text")
+            advice = "; vision.train: lora adapts the image tower" if lora.image_parts == "none" else ""
+            problem = "is outside the language model and never sees text"
+            raise UserError(f"lora.target_modules={shown(name)}: {problem}{advice}")
         if not found & linear:
             inner = _summarize_names(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
             advice = f"is not a layer, but contains some; use {inner}" if inner else _suggest(name, linear, "layer")
@@ -141,7 +144,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
-    patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
+    patterns += filter(None, [_build_pattern(find_unadapted_towers(model, lora))])
     left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
         left_out |= _find_excluded_by_default(model)
@@ -174,7 +177,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
-    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_non_text_modules(base)
+    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_unadapted_towers(base, lora)
     special = (_find_excluded_by_default(base) if all_linear else {}) | find_untrainable_layers(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _find_unadapted(base):
@@ -199,7 +202,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 def _has_matrix(module: nn.Module) -> bool:
     """Return whether a module has a matrix: a linear layer, embedding, convolution, router or experts."""
-    return any(len(whole_shape(own)) > 1 for own in module.parameters(recurse=False))
+    return any(len(model_shape(own)) > 1 for own in module.parameters(recurse=False))
 
 
 def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -221,6 +224,25 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path.replace(".base_layer", ""), module
 
 
+def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
+    """Return the paths of the towers and projectors that get no adapter: with `vision.train: lora`, those of audio."""
+    found = find_non_text_modules(model)
+    return [path for path in found if "audio" in path] if lora.image_parts == "lora" else found
+
+
+def find_projectors(model: Any) -> list[str]:
+    """Return the paths of the modules that map image features to embeddings; of a list, those of its entries."""
+    towers, found = tuple(find_non_text_modules(model)), list[str]()
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
+            found += (
+                [f"{path}.{name}" for name, _ in module.named_children()]
+                if isinstance(module, nn.ModuleList)
+                else [path]
+            )
+    return found
+
+
 def find_non_text_modules(model: Any) -> list[str]:
     """Return the paths of image and audio towers and projectors: modules outside the one that embeds the tokens."""
     if model.config.get_text_config() is model.config:
@@ -239,8 +261,7 @@ def find_non_text_modules(model: Any) -> list[str]:
 def _custom_linears(model: nn.Module) -> list[str]:
     """Return the paths of nn.Linear subclasses, such as routers, that do not compute x W^T + b."""
     linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
-    quantised = {path for path, each in linear if packed_state(each.weight) is not None or is_eight_bit(each.weight)}
-    return [path for path, module in linear if path not in quantised and not is_linear(module)]
+    return [path for path, module in linear if not is_quantised(module.weight) and not is_linear(module)]
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:

@@ -16,8 +16,10 @@ from torch import nn
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE, has_score, is_mxfp4
 from trainer.model.mxfp4 import full_precision, unpacked_shapes
-from trainer.model.stored_fp8 import SAME_MODEL, fp8_form, plain_shapes, scales_by_weight
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
+from trainer.model.stored_fp8 import SAME_MODEL, plain_shapes, scales_by_weight
 from trainer.model.stored_layout import BLOCKS, SCALES
+from trainer.model.stored_settings import kept_form
 from trainer.model.tensor_files import SafetensorsFiles
 
 
@@ -27,8 +29,10 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantised in a way
     not declared in config.json, or whole layers are unused.
     """
-    form = fp8_form(model_config)
-    if form is not None:
+    form = kept_form(model_config)
+    if isinstance(form, FourBitForm):
+        stored = FourBitFiles(files, form, setting).shapes()
+    elif form is not None:
         stored = plain_shapes(setting, files, form)
     else:
         _check_types(setting, files)

@@ -91,8 +91,10 @@ class Output:
     `verbose` it shows everything. A line that begins with `[yellow]` or `warning:` is a warning.
     """
 
-    def __init__(self, console: Console, *, is_main: bool, verbose: bool) -> None:
-        self._console, self._is_main, self._verbose = console, is_main, verbose
+    def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
+        """With a `name`, each line begins with it."""
+        self._name = f"{escape(name)}: " if name else ""
+        self.console, self._is_main, self._verbose = console, is_main, verbose
         self.is_starting = True
         self.warnings: list[str] = []
 
@@ -120,10 +122,12 @@ class Output:
             self.show(f"... and {len(found) - MOST_REPEATED} more, in logs/rank-0.log")
 
     def _print(self, line: Any, *, shown: bool) -> None:
-        screen = self._console.file
+        if self._name and isinstance(line, str):
+            line = f"{self._name}{line}"
+        screen = self.console.file
         has_log = isinstance(screen, _Screen)
         if self._is_main and (shown or (has_log and screen.fileno() == 1)):
-            self._console.print(line, soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
         # Descriptor 1 is the log: a console without a terminal, also since this line, has already written there.
         if self._is_main and has_log and screen.fileno() != 1:
             _console(sys.stdout, LOG_WIDTH).print(line, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Fused operators in place of PEFT's forward, and a report of the layers that keep PEFT's.
 
-A layer is fused if its base is a plain, an NF4 or an 8-bit linear layer with one ordinary LoRA adapter. The new forward
-checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's forward.
+A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. The new
+forward checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's.
 Shared-input projections (q/k/v, gate/up) are computed in one call by the first of them.
 """
 
@@ -21,6 +21,7 @@ from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.model.packed_experts import FrozenLinearGrouped
 from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -82,7 +83,7 @@ def fuse(
 
 def group_layers(
     model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
-) -> tuple[FusionReport, list["_Group"]]:
+) -> tuple[FusionReport, list["Group"]]:
     """Return the groups of adapted layers that `fuse` computes together, not yet installed, and the report."""
     from peft.tuners.lora import LoraLayer
 
@@ -92,11 +93,11 @@ def group_layers(
         if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)  # experts: fused_experts.py
     }
     report = FusionReport(len(layers), backend)
-    members: dict[str, _Member] = {}
+    members: dict[str, Member] = {}
     for name, layer in layers.items():
         reason = why_not(layer)
         if reason is None:
-            members[name] = _Member(layer)
+            members[name] = Member(layer)
         else:
             report.refused.append((name, reason))
     if forward is None or separate:
@@ -105,7 +106,7 @@ def group_layers(
         for names in find_groups({name: layers[name] for name in members}, forward):
             alike = len({members[name].kind for name in names}) == 1  # in base and dropout
             report.groups += [names] if alike else [(name,) for name in names]
-    return report, [_Group([members[name] for name in names]) for names in report.groups]
+    return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
 def why_not(layer: Any) -> str | None:
@@ -114,7 +115,7 @@ def why_not(layer: Any) -> str | None:
 
     base = layer.base_layer
     names = layer.active_adapters
-    if type(base) not in (FrozenLinear4bit, FrozenLinear8bit) and not is_linear(base):
+    if type(base) not in (FrozenLinear4bit, FrozenLinear8bit, FrozenLinearGrouped) and not is_linear(base):
         return f"the base is {type(base).__name__}, not a linear layer"
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
         return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
@@ -133,7 +134,7 @@ def why_not(layer: Any) -> str | None:
     return None
 
 
-class _Member:
+class Member:
     """One adapted layer and the arguments of the operator, which are read at every call.
 
     The reads are part of every forward pass: modules are looked up once, and PEFT's state is read from its attributes
@@ -149,10 +150,20 @@ class _Member:
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.eight_bit = isinstance(self.base, FrozenLinear8bit)
-        self._active = (self.adapter, [self.adapter])  # PEFT has two forms for one active adapter
+        self.grouped = isinstance(self.base, FrozenLinearGrouped)
+        self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT has two forms for one active adapter
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
+
+    def serve_among(self, active: Sequence[str]) -> None:
+        """Apply the adapter although several are active."""
+        self._active = (active, active)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the adapter has dropout in training."""
+        return isinstance(self._dropout_module, nn.Dropout) and self._dropout_module.p > 0.0
 
     def applies_to(self, x: Tensor) -> bool:
         layer = self.layer
@@ -178,7 +189,7 @@ class _Member:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.base.compute_dtype if self.packed or self.eight_bit else self.base.weight.dtype
+        return self.base.compute_dtype if self.packed or self.eight_bit or self.grouped else self.base.weight.dtype
 
     @property
     def down(self) -> Tensor:
@@ -194,10 +205,10 @@ class _Member:
         return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
 
 
-class _Group:
+class Group:
     """Layers computed together; a layer that shares its input with no other is a group of one."""
 
-    def __init__(self, members: Sequence[_Member]) -> None:
+    def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
         # Outputs that the first member computed for the others, until they fetch them in the same forward pass.
         self._input: Tensor | None = None
@@ -207,19 +218,19 @@ class _Group:
         for index, member in enumerate(self.members):
             replace(member.layer, "forward", self._build_forward(index, member))
 
-    def _build_forward(self, index: int, member: _Member) -> Callable[..., Tensor]:
+    def _build_forward(self, index: int, member: Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not member.applies_to(x):
                 return member.plain_forward(x, *args, **kwargs)
-            return self._output(index, x)
+            return self.output(index, x)
 
         return forward
 
-    def _output(self, index: int, x: Tensor) -> Tensor:
+    def output(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             self._input, self._waiting = None, {}
             if len(self.members) > 1 and all(member.applies_to(x) for member in self.members[1:]):
-                first, *others = compute(self.members, x)
+                first, *others = self.compute(self.members, x)
                 self._input, self._waiting = x, dict(enumerate(others, start=1))
                 return first
         elif self._input is x and index in self._waiting:
@@ -227,11 +238,14 @@ class _Group:
             if not self._waiting:
                 self._input = None
             return output
-        return compute([self.members[index]], x)[0]
+        return self.compute([self.members[index]], x)[0]
+
+    def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
+        return compute(members, x)
 
 
 def compute(
-    members: Sequence[_Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
+    members: Sequence[Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
     """Return y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
 
@@ -245,12 +259,14 @@ def compute(
         return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
     if members[0].eight_bit and members[0].base.exact:
         return ops.scaled_group(x, [member.base.scaled for member in members], *arguments)
+    if members[0].grouped:
+        return ops.grouped_group(x, [(member.base.weight, member.base.layout) for member in members], *arguments)
     if members[0].eight_bit:
         return ops.eight_bit_group(x, [member.base.packed for member in members], *arguments)
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
-def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
+def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape.
 
     A few random tokens run forward and backward; with `many` they are also repeated to MANY_TOKENS. The allowed error
@@ -266,7 +282,7 @@ def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None,
                 _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
 
 
-def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
+def _gathered(members: Sequence[Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
     """Gather the members' weights within the block if stage 3 partitioned them."""
     import deepspeed
 
@@ -276,7 +292,7 @@ def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> Abstrac
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
 
-def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
+def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
     first = members[0]
     device, dtype = first.down.device, first.compute_dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -320,14 +336,14 @@ def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     return float((mean / wanted.square().mean()) ** 0.5)
 
 
-def _run_plain(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+def _run_plain(members: Sequence[Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
     outputs = []
     for member, down, up in zip(members, downs, ups, strict=True):
         base = member.base
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
             weight = dequantized(weight, base.quant_state, torch.float32)
-        elif isinstance(base, FrozenLinear8bit):
+        elif isinstance(base, FrozenLinear8bit | FrozenLinearGrouped):
             weight = base.dequantized(torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)

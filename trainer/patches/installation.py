@@ -6,7 +6,7 @@ for the whole process, for the construction of a layer or for a single pass are 
 docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from trainer.config import RunConfig, UserError
 from trainer.model.expert_layers import expert_modules
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
@@ -23,7 +24,7 @@ from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_eleme
 from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
 from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
-from trainer.patches.update_guard import UpdateGuard
+from trainer.patches.update_guard import AdapterGuard, UpdateGuard
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,16 @@ def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
     return lines
 
 
-def install_on_engine(engine: Engine, max_grad_norm: float, *, clips_on_device: bool) -> None:
-    """Replace code of DeepSpeed's engine."""
+def install_on_engine(
+    engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
+) -> AdapterGuard | None:
+    """Replace code of DeepSpeed's engine; return the guard of several adapters with these `limits` of their norms."""
     install_workarounds(engine)
+    if limits:
+        return AdapterGuard(engine, limits)
     if clips_on_device:
         UpdateGuard(engine, max_grad_norm)
+    return None
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
@@ -129,15 +135,17 @@ def _adapters(model: Any, wanted: Wanted) -> list[str]:
 
     backend = wanted.config.ops.backend
     assert backend != "peft"
-    tokens = wanted.config.training.batch_size * wanted.config.dataset.max_length
+    options: dict[str, Any] = {
+        "forward": lambda: wanted.small_pass(model),
+        "separate": wanted.separate_projections,
+        "tokens": wanted.config.training.batch_size * wanted.config.dataset.max_length,
+    }
     try:
-        report = fuse(
-            model,
-            backend,
-            forward=lambda: wanted.small_pass(model),
-            separate=wanted.separate_projections,
-            tokens=tokens,
-        )
+        if (choice := find_choice(model)) is not None:
+            from trainer.patches.many_adapters import fuse_many
+
+            return fuse_many(model, choice, backend, **options).lines()
+        report = fuse(model, backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()

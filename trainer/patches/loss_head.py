@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ops.head import (
 )
 from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
+from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
@@ -75,7 +76,14 @@ class TokenLoss:
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's targets, nats, fp32."""
-        self._observe(batch, device)
+        return self.by_part(model, batch, device, None)
+
+    def by_part(self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None) -> torch.Tensor:
+        """Return the sum of the losses of each part of the batch [N]; `parts` are its numbers of targets, in order.
+
+        No product reads targets of two parts. None stands for one part, whose sum is a scalar.
+        """
+        self.observe(batch, device)
         inputs, targets = self._inputs(batch, device)
         weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
@@ -87,7 +95,7 @@ class TokenLoss:
         places = (flat != IGNORED).nonzero().squeeze(1)
         chosen = to_device(flat[places], device)
         places_on_device = to_device(places, device) if len(places) != len(flat) else None
-        return self._compute(call, inputs, chosen, places_on_device, weights)
+        return self._compute(call, inputs, chosen, places_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
         """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
@@ -143,6 +151,7 @@ class TokenLoss:
         chosen: torch.Tensor,
         places: torch.Tensor | None,
         weights: torch.Tensor | None,
+        parts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Return the loss of the rows `places` (None: all) with the targets `chosen` and their weights (None: 1)."""
 
@@ -150,16 +159,29 @@ class TokenLoss:
             flat = rows.flatten(0, 1)
             return flat if places is None else flat.index_select(0, places)
 
+        def sum_parts(rows: torch.Tensor, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+            if parts is None:
+                return loss(rows, chosen, weights)
+            sizes = list(parts)
+            own = [None] * len(sizes) if weights is None else weights.split(sizes)
+            return torch.stack(list(map(loss, rows.split(sizes), chosen.split(sizes), own)))
+
         def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
             (weight, head), kind = self._head_now(), self._kind_now
-            states = select(hidden).to(weight.dtype)
-            return token_loss_sum(states, weight, chosen, **head, kind=kind, token_weights=weights).view(1, 1, 1)
+
+            def loss(rows: torch.Tensor, ids: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+                return token_loss_sum(rows, weight, ids, **head, kind=kind, token_weights=own)
+
+            return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
+
+        def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+            return token_loss_sum_of_logits(rows, ids, self._kind_now, own)
 
         if self._head is None:
-            return token_loss_sum_of_logits(select(call(inputs).logits), chosen, self._kind_now, weights)
+            return sum_parts(select(call(inputs).logits), loss_of_logits)
         with replace_head(self._head, compute_loss):
             scaled: torch.Tensor = call(inputs).logits
-        return scaled.view(()) / (self._factor or 1.0)
+        return scaled.view(() if parts is None else -1) / (self._factor or 1.0)
 
     def _head_now(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the frozen weight of the head, and its factor and trained rows."""
@@ -176,7 +198,7 @@ class TokenLoss:
 
         `base_states` are the result of `compute_base_states`, if `in_chunks`.
         """
-        self._observe(batch, device)
+        self.observe(batch, device)
         inputs, targets = self._inputs(batch, device)
         flat = targets.flatten()
         found = (flat != IGNORED).nonzero().squeeze(1)
@@ -256,7 +278,7 @@ class TokenLoss:
     @contextmanager
     def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
-        self._observe(batch, device)
+        self.observe(batch, device)
         flat = find_flat_adapter(self._module)
         with flat.keep_views() if flat is not None else nullcontext():
             yield
@@ -265,7 +287,8 @@ class TokenLoss:
         inputs, targets = self._inputs(batch, device)
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
-    def _observe(self, batch: MicroBatch, device: torch.device) -> None:
+    def observe(self, batch: MicroBatch, device: torch.device) -> None:
+        """Decide how head and loss are computed, in a pass over two tokens if it is not known yet."""
         if self._head is not None and self._factor is None:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -340,6 +363,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Return tensors copied to the device without a wait of the host, from pinned memory; other values as is."""
     if isinstance(value, dict):
         return {name: to_device(each, device) for name, each in value.items()}
+    if isinstance(value, TowerOutput):
+        return value.map(partial(to_device, device=device))
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

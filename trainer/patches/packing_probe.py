@@ -40,6 +40,8 @@ SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
 """A changed token is seen at another position if the logits there change by more than this fraction of their change at
 a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With experts
 it may: they get different batches of tokens, round sums differently, and the choice of experts can flip."""
+AMPLIFIED = 10.0
+"""A layer mixes documents if it makes a change at the second one this many times larger, as a fraction of the first."""
 ROUNDED = 0.05
 """Difference of equal logits, as a fraction of them, that may be due to rounding in 16 bits."""
 
@@ -273,7 +275,8 @@ class _Observer:
             has_experts = any("experts" in name for name, _ in self._modules[path].named_modules(prefix=path))
             # Less than SEEN is lost in 16 bits anyway, where kernels round differently next to other documents.
             unseen = SEEN if given[0].element_size() == 2 else 0.0
-            limit = self._allowed if seen_before or has_experts else unseen
+            # Experts may already have been chosen differently, and any layer can make that a little more visible.
+            limit = max(self._allowed, AMPLIFIED * seen_before) if seen_before or has_experts else unseen
             if seen_before <= self._allowed and max(map(_seen, old_results, results)) > limit:
                 self._leaking.add(path)
 

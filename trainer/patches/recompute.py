@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -180,6 +181,12 @@ def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: 
         return run(function, *args)
 
 
+def free_host_memory() -> int:
+    """Return the bytes of this host's memory that may be filled with activations: those free but for a tenth of all."""
+    memory = psutil.virtual_memory()
+    return max(0, memory.available - memory.total // 10)
+
+
 class HostCopies:
     """Activations in pinned host memory, copied on a separate stream, with those of the next layer prefetched.
 
@@ -206,7 +213,7 @@ class HostCopies:
         return self.copy(tensor) if tensor.requires_grad or not self._copies else tensor
 
     def copy(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start to copy a tensor to the host, unless it is empty or not of floating point numbers."""
+        """Start to copy a tensor to the host, unless it has no room, is empty or has no floating point numbers."""
         if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if self._stream is None:
@@ -214,6 +221,8 @@ class HostCopies:
         position = len(self._copies)
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel() or buffer.dtype != tensor.dtype:
+            if free_host_memory() < tensor.nbytes:
+                return tensor
             buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._buffers[position] = buffer
         strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless elements overlap

@@ -62,6 +62,52 @@ class UpdateGuard:
             self._measured, self._updated = [], 0
 
 
+@replaces("`get_grad_norm_direct`")
+class AdapterGuard:
+    """Clips each adapter's gradient by its own norm, and updates only the adapters with a finite one."""
+
+    def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
+        """Install the guard on an engine of stage 1 or 2 with a group for each adapter; a limit of 0 does not clip."""
+        self._engine, self._zero, self._limits = engine, engine.optimizer, limits
+        self._updated = 0
+        self.waiting: set[int] = set()
+        """Adapters that are not trained at present."""
+        self.norms: list[Tensor] = []
+        """Norm of each adapter's gradient in the last step, before clipping."""
+        require(self._zero, NORM_METHOD, "deepspeed")
+        # DeepSpeed would skip all adapters for the gradient of one; it clips nothing, as its limit is 0.
+        replace(self._zero, NORM_METHOD, lambda *_, **__: torch.zeros((), device=engine.device))
+        engine.basic_optimizer.register_step_pre_hook(self._before_update)
+
+    def check(self) -> None:
+        """Raise UserError unless DeepSpeed has just updated every adapter once, through this guard."""
+        if self._updated != len(self._limits):
+            raise changed("deepspeed", f"{self._updated} of {len(self._limits)} groups were updated one by one")
+        self._updated = 0
+
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        # DeepSpeed gives the optimizer one group at a time.
+        if self._updated == 0:
+            self.norms = []
+        [group], own = optimizer.param_groups, self._updated
+        parameters = [each for each in group["params"] if each.grad is not None]
+        norm = gradient_norm(self._zero, [each.grad for each in parameters])
+        self.norms.append(norm)
+        self._updated += 1
+        limit = self._limits[own]
+        if own in self.waiting:
+            for parameter in parameters:
+                parameter.grad = None
+        elif optimizer.defaults.get("fused") and self._engine.device.type == "cuda":
+            _give(optimizer, norm, limit)
+        elif not torch.isfinite(norm):
+            for parameter in parameters:
+                parameter.grad = None
+        elif limit:
+            for parameter in parameters:
+                parameter.grad.div_(((norm + 1e-6) / limit).clamp(min=1.0))
+
+
 def _give(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
     """Set the attributes of torch's fused optimizers: gradients are divided by `grad_scale`, `found_inf` skips."""
     optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None

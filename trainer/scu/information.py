@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainer.config import UserError
 from trainer.model.expert_layers import ExpertFactor
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 from trainer.parallel.engine.partitioned import (
     get_local_shard,
@@ -50,14 +51,18 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Return all active LoRA pairs in module order; raises UserError if there is none, or one is not a matrix."""
+    """Return all active LoRA pairs, or those of the selected adapter, in module order.
+
+    Raises UserError if there is none, or one is not a matrix.
+    """
     from peft.tuners.lora import LoraLayer
 
     pairs: list[AdapterPair] = []
+    selected = (choice.selected if (choice := find_choice(model)) else None) or ""
     for path, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        for adapter in module.active_adapters:
+        for adapter in [selected] if selected else module.active_adapters:
             if adapter in module.lora_A:
                 a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
             elif adapter in module.lora_embedding_A:

@@ -10,20 +10,22 @@ from rich.table import Table
 from trainer.config import RunConfig, engine_zero, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import adapted_layers, apply_adapter, count_parameters, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
+from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, set_seed
+from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.mamba import unadapted_lines
+from trainer.patches.update_guard import AdapterGuard
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -37,8 +39,15 @@ class Builder:
         self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
         # DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read.
         self._engine_config = deepspeed_config(
-            config.training, engine_zero(config), precision, on_gpu=self._on_gpu, one_gradient=decided.flat.value
+            config.training,
+            engine_zero(config),
+            precision,
+            on_gpu=self._on_gpu,
+            one_gradient=decided.flat.value,
+            guarded=bool(config.runs),
         )
+        self.guard: AdapterGuard | None = None
+        """Clips and skips the update of each of several adapters, once there is an engine."""
 
     def model(self) -> tuple[Any, list[Any]]:
         """Build the base model with its adapter; also returns lines for the console, the most important one first.
@@ -53,7 +62,12 @@ class Builder:
         lines = [self._decided.line(), *install_on_base(model, wanted)]
         # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
         set_seed(config.seed)
-        if config.adapter != "none":
+        if config.runs:
+            with announce_partitioning(self._engine_config):
+                sections = [(run.lora, run.seed) for run in config.runs]
+                model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
+            lines += unadapted_lines(model)
+        elif config.adapter != "none":
             with announce_partitioning(self._engine_config):
                 model = apply_adapter(
                     model,
@@ -69,6 +83,9 @@ class Builder:
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
         set_seed(config.seed + self._ranks.rank)
+        if (choice := find_choice(model)) is not None:
+            for name, run in zip(choice.names, config.runs, strict=True):
+                choice.seed(name, run.seed + self._ranks.rank)
         return model, [*self._summary(model), *lines]
 
     def engine(self, model: Any) -> tuple[Engine, StepLoss]:
@@ -80,11 +97,13 @@ class Builder:
         flat = None
         if decided.flat.value:
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
-        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
+        own = [run.training for run in config.runs]
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads, adapters=own)
         loss = self._task.loss(model, fused_head=decided.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self._engine_config)
-        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=decided.clips_on_device.value)
+        limits, on_device = [training.max_grad_norm for training in own], decided.clips_on_device.value
+        self.guard = install_on_engine(engine, config.training.max_grad_norm, clips_on_device=on_device, limits=limits)
         if flat is not None:
             flat.repoint()
         with phase("first passes"):
@@ -121,9 +140,11 @@ class Builder:
         zero = self._config.zero
         if self._decided.gather.value != "layer":
             return None
-        group = form_group(zero.shard_within, gather_objects(host_name()))
-        shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
-        if shared_by == 1 and not zero.offload_parameters:
+        hosts = gather_objects(host_name())
+        group = form_group(zero.shard_within, hosts)
+        # On all ranks or none, since these read the weights together: a rank may be alone on its host.
+        largest = max(map(len, list_groups(zero.shard_within, hosts)))
+        if largest == 1 and not zero.offload_parameters:
             return None
         return LayerShards(
             self._device,

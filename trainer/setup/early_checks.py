@@ -18,6 +18,10 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     With `to_train=False` the output folder may already contain a run, or no checkpoint to resume.
     """
     check_place(config)
+    for run in config.runs:
+        check_early(run, to_train=to_train)
+    if config.runs:
+        return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
         check_free(config)

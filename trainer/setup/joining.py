@@ -31,24 +31,35 @@ def join(
     Returns the precision, the memory plan with decisions and the configuration without `auto`, the task, and the steps.
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
+    join_ranks(config, notes, ranks, lock, say)
+    precision = resolve_precision(config.training.precision, ranks.device())
+    memory = plan_memory(kind_of(config).planner, config, prepared, ranks, ranks.device(), precision)
+    for note in memory.notes:
+        say(note)
+    return precision, memory, *define_task(config, memory.config, prepared, ranks, precision, say)
+
+
+def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
+    """Form the process group and apply what is global to torch."""
     check_ranks(config, ranks.world_size)
     device = ranks.device()
     _join_process_group(config, ranks, lock, say)
-    precision = resolve_precision(config.training.precision, device)
+    resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
     set_up_torch(config.training, device)
-    kind = kind_of(config)
-    memory = plan_memory(kind.planner, config, prepared, ranks, device, precision)
-    resolved = memory.config
-    task = kind.task(config)(resolved, prepared, ranks, device, precision, say)
-    for note in memory.notes:
-        say(note)
+
+
+def define_task(
+    config: RunConfig, resolved: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output
+) -> tuple[Task, int]:
+    """Return the task and its number of steps, and print them; `resolved` is the configuration without `auto`."""
+    task = kind_of(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was refused
-    return precision, memory, task, total_steps
+    return task, total_steps
 
 
 def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:

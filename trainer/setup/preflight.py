@@ -5,7 +5,8 @@ ranks reuse. Every failure is a UserError, and nothing is written to the output 
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import disable_retries_without_network
-from trainer.data.prepared import Prepared, count_samples, fit_max_length
+from trainer.data.prepared import Prepared, count_samples, fit_max_length, has_images
 from trainer.data.step_count import resolve_global_batch, step_warnings
 from trainer.model.eight_bit import check_card
 from trainer.model.integer_weights import check_torchao
@@ -41,6 +42,9 @@ def prepare(
     With `to_train=False` the output folder may already contain a run. `model_files` is an earlier result of
     `read_files` of the kind in this process.
     """
+    if config.runs:
+        check_place(config)
+        return _join_prepared([prepare(run, report, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -48,6 +52,14 @@ def prepare(
     # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
     step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
+
+
+def _join_prepared(found: Sequence[Prepared]) -> Prepared:
+    """Return the first adapter's with those of all. Raises UserError for data that only a run alone can use."""
+    for each in found:
+        if has_images(each):
+            raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
+    return replace(found[0], adapters=tuple(found))
 
 
 def check_settings(config: RunConfig) -> None:
@@ -79,6 +91,10 @@ def check_settings(config: RunConfig) -> None:
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or has no checkpoint to resume."""
     check_place(config)
+    for run in config.runs:
+        check_folder(run, to_train=to_train)
+    if config.runs:
+        return
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     if to_train:
         check_free(config)
@@ -95,6 +111,9 @@ def prepare_to_resume(
     if world_size is not None:
         check_ranks(config, world_size)
     check_place(config)
+    if config.runs:
+        each = [prepare_to_resume(run, world_size, report, to_train=to_train) for run in config.runs]
+        return _join_prepared([found for found, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
     config = fit_max_length(config, prepared.longest)

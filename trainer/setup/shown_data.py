@@ -14,6 +14,7 @@ from trainer.config.errors import printable
 from trainer.config.types import AUTO
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples
+from trainer.data.image_parts import decode_image, read_stored
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
@@ -136,6 +137,9 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
             style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colours or not weight else f"⟦{part}⟧", style=style)
+        for stored in (image for images in document.images for image in images):
+            width, height = decode_image(*(shown := read_stored(stored))).size
+            text.append(f"\n[image of {width} x {height} pixels {shown[1]}]", style="cyan")
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
         text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")

@@ -21,9 +21,16 @@ LEAST_SHOWN_S = 0.05
 def build_hooks(
     config: RunConfig, prepared: Prepared, task: Task, ranks: Ranks, engine: Engine, batches: BatchSource,
     steering: object | None, history: History, total_steps: int, sample: Callable[[str, int], None], say: Output,
+    *, alone: bool = True,
 ) -> list[Hook]:  # fmt: skip
-    """Return the hooks of a run on this rank, in the order of their calls; `sample` generates samples at a step."""
+    """Return the hooks of a run on this rank, in the order of their calls; `sample` generates samples at a step.
+
+    A run that is not `alone` shares its passes with others, and has only hooks for its own data and losses.
+    """
     model = engine.module
+    if not alone:
+        own: list[Hook] = [SkippedRecords(config, prepared, batches)] if ranks.is_main else []
+        return [*own, SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else own
     hooks: list[Hook | None] = [
         FirstGradients(GradientCheck(model, finite=not engine.fp16_enabled())),
         StartReport(say),

@@ -15,7 +15,14 @@ from trainer.data.prompt_files import sample_prompts
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import bias_lines, check_added_tokens
-from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+from trainer.model.base import (
+    check_weights,
+    context_length,
+    empty_model,
+    has_rotary_positions,
+    load_model_config,
+    load_tokenizer,
+)
 from trainer.model.expert_targets import check_router_loss, check_visited
 from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import check_integer_targets
@@ -23,7 +30,7 @@ from trainer.model.model_kind import check_kind
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.model.served_layers import serving_notes
-from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
+from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
 from trainer.patches.packed_attention import check_shareable, check_supported
@@ -43,6 +50,9 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     config = fit_max_length(given, files.longest)
     if config is not given:
         notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
+    elif files.longest is not None and given.dataset.max_length > files.longest:
+        where = f"warning: dataset.max_length={given.dataset.max_length}: the model was made for {files.longest} tokens"
+        notes += (f"{where}; it may learn little from longer documents unless you set model.rope_scaling",)
     # Before the data is tokenized, which takes long and fills the cache.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
@@ -69,7 +79,7 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
         files.tokenizer,
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=files.longest,
+        max_length_of_model=None if has_rotary_positions(files.model_config) else files.longest,
         images=files.images,
         **checks,
     )
@@ -78,6 +88,9 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 def check_images(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError for settings that do not work with images yet."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
+        for name, value in (("train", config.vision.train != "none"), ("cache", config.vision.cache)):
+            if value:
+                raise UserError(f"vision.{name}: has no effect, because no record of dataset has an image; remove it")
         return
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),
@@ -153,6 +166,10 @@ def read_model_files(config: RunConfig) -> Prepared:
     tokenizer = _read_tokenizer(config)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
+    layers, there = config.training.gradient_checkpointing_layers, empty.config.get_text_config().num_hidden_layers
+    if layers is not None and layers > there:
+        problem = f"the model has {there}; remove it to recompute all"
+        raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
         check_shareable(config.parallel.sequence, empty)
     check_visited(config.base_model, empty)

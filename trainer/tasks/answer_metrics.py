@@ -109,12 +109,16 @@ def build_metric(name: str, settings: EvaluationSection) -> Metric:
         scorer = RougeScorer(["rougeL"])
         return lambda prompt, answer, expected: scorer.score(expected, answer)["rougeL"].fmeasure
     file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise UserError(f"evaluation.metrics={name}: no such file {file}; use FILE.py:FUNCTION")
     try:
-        found: Metric = runpy.run_path(file)[function]
+        defined = runpy.run_path(file)
     except (Exception, SystemExit) as error:  # of the user's file
-        problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        raise UserError(f"evaluation.metrics={name}: {problem}; use FILE.py:FUNCTION") from None
-    return found
+        raise UserError(f"evaluation.metrics={name}: {type(error).__name__}: {error}; correct {file}") from None
+    if not callable(found := defined.get(function)):
+        raise UserError(f"evaluation.metrics={name}: {file} defines no function {function}; use one that it defines")
+    metric: Metric = found
+    return metric
 
 
 def _build_regex(pattern: re.Pattern[str]) -> Metric:

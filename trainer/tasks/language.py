@@ -14,13 +14,14 @@ from rich.markup import escape
 from ops.head import LossKind
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
+from trainer.data.image_parts import thumbnail
 from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
-from trainer.model.image_reader import image_inputs
+from trainer.model.image_reader import cache_features, image_inputs, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
@@ -29,6 +30,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects
+from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention, disable_varlen
@@ -92,9 +94,11 @@ class LanguageTask(Task):
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
-        self._images = image_inputs(self._prepared.images, model, every_rank=self._config.zero.stage == 3)
+        every_rank = self._config.zero.stage == 3 or trains_images(model)
+        self._images = image_inputs(self._prepared.images, model, every_rank=every_rank)
         # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
-        disable_varlen(model)
+        if self._images.type_name is not None or not self._config.vision.cache:
+            disable_varlen(model)
 
     def keep_embeddings(self) -> bool:
         rows = self._prepared.model_config.get_text_config().vocab_size
@@ -125,6 +129,11 @@ class LanguageTask(Task):
         self.flat_packs = flat and keep_documents_apart(*probed)
         if self._sequence is not None:
             check_parts(*probed, self._sequence)
+        if self._images is not None and config.vision.cache:
+            with phase("load"):
+                folder = Path(config.dataset.cache_dir).expanduser()
+                samples = self._prepared.data.train
+                self._images = cache_features(self._images, engine.module, samples, folder, device, self._say)
         for line in describe_separate_documents(engine.module):
             self._say(line)
         if varlen and not self.flat_packs:
@@ -203,7 +212,7 @@ class LanguageTask(Task):
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
             shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
-            folder.save_examples([(name, list(decode_parts(document, tokenizer))) for name, document in shown])
+            folder.save_examples([(name, _show(document, tokenizer)) for name, document in shown])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
@@ -226,3 +235,9 @@ class LanguageTask(Task):
 
     def card(self, run_dir: Path, name: str) -> str:
         return model_card(self._config, run_dir, read_metrics(run_dir), name=name)
+
+
+def _show(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
+    """Return the texts of a document with their weights, and its images."""
+    images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
+    return [*decode_parts(document, tokenizer), *images]

@@ -173,17 +173,30 @@ class KtoLoss(PreferenceLoss):
 
     answers = 1
 
-    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+    def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+        """Return loss, accuracy and margin of every answer [3, P]: beta times its distance from the batch's baseline.
+
+        A margin is positive if the answer is on the side of the baseline that its label asks for.
+        """
+        scores, losses = self._score_pairs(model, batch, device)
+        margins = self._find_margins(scores, batch)[0]
+        return torch.stack([losses, (margins.sign() + 1) / 2, margins])
+
+    def _find_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""
         own, mismatched = scores.ratios
         total = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
         total = sum_over_ranks(total)
         baseline = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0).float()
         is_desirable = to_device(_labels(batch), own.device)
         sign = is_desirable.float() * 2.0 - 1.0
+        return sign * self._settings.beta * (own - baseline), is_desirable, baseline
+
+    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        margins, is_desirable, baseline = self._find_margins(scores, batch)
         self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
-        weight = torch.where(is_desirable, *weights)
-        return weight * (sign * self._settings.beta * (baseline - own)).sigmoid()
+        return torch.where(is_desirable, *weights) * (-margins).sigmoid()
 
     @torch.no_grad()
     def _add_answers(
@@ -245,6 +258,7 @@ class PreferenceTask(LanguageTask):
     pairs = True
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
+        self._read_images(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
@@ -277,7 +291,9 @@ class PreferenceTask(LanguageTask):
         asked = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
-        possible = possible and config.parallel.sequence == 1
+        possible = possible and config.parallel.sequence == 1 and self._images is None
+        if self._images is not None and asked is True:
+            raise UserError("preference.share_prompt=true: does not work with images, which dataset has; use auto")
         if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)

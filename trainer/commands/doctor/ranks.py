@@ -27,6 +27,7 @@ from trainer.parallel.ranks.group import (
     form_process_group,
     gather_objects,
     leave_process_group,
+    list_groups,
 )
 
 PATIENCE_MINUTES = 2.0
@@ -128,6 +129,25 @@ def check_shared(config: RunConfig, ranks: Ranks) -> Check:
     return Check("output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
 
 
+def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
+    """Check how many ranks share each copy of the base at ZeRO-3, and whether a copy spans hosts, given each rank's."""
+    within, name = config.zero.shard_within, "zero.shard_within"
+    if config.zero.stage != 3:
+        return
+    try:
+        groups = list_groups("host" if within == "auto" else within, hosts)
+    except UserError as error:
+        yield Check(name, "FAIL", str(error), "as in the message")
+        return
+    sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
+    found = f"{within}: copies of the base: {len(groups)}, over {sizes} ranks each"
+    if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
+        fix = "zero.shard_within=host, if a host has memory for a copy"
+        yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)
+    else:
+        yield Check(name, "OK", f"{found}, if one fits a host" if within == "auto" else found)
+
+
 def _is_listed(file: Path) -> bool:
     try:
         return file.name in os.listdir(file.parent)  # asks the file server; `exists` may use a stale cache
@@ -167,7 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     hosts = list(dict.fromkeys(report.host for report in reports))
     findings = [Check("ranks", "OK", f"{ranks.world_size} ranks on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]
-    findings += [check_shared(config, ranks)] if config else []
+    if config:
+        findings += [check_shared(config, ranks), *check_shard_groups(config, [report.host for report in reports])]
     findings += check_all_reduce(device)
     if ranks.is_main:
         print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)

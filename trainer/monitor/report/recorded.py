@@ -19,6 +19,7 @@ from trainer.config.files import Seconds, UnreadableFile, read_json
 from trainer.config.yaml_core import dump
 from trainer.contract.json_records import Record
 from trainer.contract.whole_files import write_json
+from trainer.data.image_parts import THUMBNAIL_START
 
 
 class RunRecord(BaseModel):
@@ -99,7 +100,8 @@ def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} … {text[-TAIL:]}"
+    is_short = len(text) <= HEAD + TAIL or text.startswith(THUMBNAIL_START)
+    return text if is_short else f"{text[:HEAD]} … {text[-TAIL:]}"
 
 
 def _read(path: Path, shape: Any) -> Any:

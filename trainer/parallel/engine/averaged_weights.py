@@ -52,5 +52,6 @@ def _refresh_model(engine: Engine) -> None:
     if engine.zero_optimization_stage():
         require(optimizer, "update_lp_params", "deepspeed")()
     elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model has the master weights themselves
-        for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            torch._foreach_copy_(low, high)
+        with torch.no_grad():
+            for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                torch._foreach_copy_(low, high)

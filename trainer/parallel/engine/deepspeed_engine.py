@@ -43,9 +43,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 @replaces("defaults of DeepSpeed's configuration")
 def deepspeed_config(
-    training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool, *, one_gradient: bool = False
+    training: TrainingSection,
+    zero: ZeroSection,
+    precision: str,
+    on_gpu: bool,
+    *,
+    one_gradient: bool = False,
+    guarded: bool = False,
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor."""
+    """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor.
+
+    If the engine is `guarded`, our code clips and skips for each of several adapters.
+    """
     # A single gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed
     # 0.19.8 makes the host wait for the device before every overlapped reduction.
     overlaps = zero.overlap_comm and on_gpu and not one_gradient
@@ -67,7 +76,7 @@ def deepspeed_config(
         }
         if zero.offload_parameters:
             partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
-    clips = (zero.stage == 0 and precision == "fp32") or guards_on_device(training, zero, precision, on_gpu)
+    clips = guarded or (zero.stage == 0 and precision == "fp32") or guards_on_device(training, zero, precision, on_gpu)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.config import OPTIMIZERS, engine_zero
 from trainer.contract.known_versions import replaces
+from trainer.parallel.engine.adapter_choice import AdapterChoice, find_choice
 
 ALIGNMENT_BYTES = 16
 FLAT = "flat_adapter_"  # prefix of the buffers' names
@@ -65,18 +66,26 @@ class Block:
 class FlatAdapter:
     """The buffers, their blocks, and the views that the current forward pass reads."""
 
-    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool) -> None:
-        """Copy the factors; with `separate_up` those of B into a second buffer, for another learning rate (LoRA+)."""
+    def __init__(
+        self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, choice: AdapterChoice | None = None
+    ) -> None:
+        """Copy the factors; with `separate_up` those of B into a second buffer, for another learning rate (LoRA+).
+
+        Each adapter of a `choice` has a buffer of its own.
+        """
         self.blocks: list[Block] = []
-        ends = [0, 0] if separate_up else [0]
-        groups: dict[tuple[torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
+        self.choice = choice
+        names = list(choice.names) if choice else []
+        ends = [0] * (len(names) or 1 + separate_up)
+        groups: dict[tuple[int, torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
         for down, up in pairs:
-            groups.setdefault((down.parameter.shape, up.parameter.shape), []).append((down, up))
+            own = names.index(down.name.split(".")[-2]) if names else 0
+            groups.setdefault((own, down.parameter.shape, up.parameter.shape), []).append((down, up))
         sample = pairs[0][0].parameter
         alignment = max(1, ALIGNMENT_BYTES // sample.element_size())
-        for group in groups.values():
+        for (own, *_), group in groups.items():
             for side, members in enumerate(zip(*group, strict=True)):
-                buffer = side if separate_up else 0
+                buffer = side if separate_up else own
                 numel = members[0].parameter.numel()
                 stride = (numel + alignment - 1) // alignment * alignment
                 self.blocks.append(Block(members, buffer, ends[buffer], stride))
@@ -98,11 +107,12 @@ class FlatAdapter:
         return [member for block in self.blocks for member in block.members]
 
     def spans(self) -> dict[str, tuple[int, int, int]]:
-        """Return (buffer, start, elements) by factor name."""
+        """Return (buffer, start, elements) by factor name, of the selected adapter if there are several."""
         return {
-            member.name: (block.buffer, block.start + row * block.stride, block.shape.numel())
+            name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
             for row, member in enumerate(block.members)
+            if (name := self.choice.in_file(member.name) if self.choice else member.name) is not None
         }
 
     def block(self, number: int) -> Tensor:
@@ -223,8 +233,11 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
                 )
     if not pairs:
         return None
-    flat = FlatAdapter(pairs, separate_up=separate_up)
-    sides = (DOWN, UP) if separate_up else ("both",)
+    choice = find_choice(model)
+    flat = FlatAdapter(pairs, separate_up=separate_up, choice=choice)
+    sides: Sequence[str] = (DOWN, UP) if separate_up else ("both",)
+    if choice is not None:
+        sides = [str(number) for number in range(len(choice.names))]
     for side, buffer in zip(sides, flat.buffers, strict=True):
         model.register_parameter(f"{FLAT}{side}", buffer)
     model.flat_adapter = flat
@@ -238,15 +251,22 @@ def find_flat_adapter(model: Any) -> FlatAdapter | None:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trained parameters by PEFT's names, with the factors in a flat buffer instead of the buffer itself."""
+    """Return the trained parameters by PEFT's names, with the factors in a flat buffer instead of the buffer itself.
+
+    Of several adapters these are the selected one's, under the names of a run alone.
+    """
     flat = find_flat_adapter(model)
     inside = {id(member.parameter) for member in flat.members} if flat else set()
     buffers = {id(buffer) for buffer in flat.buffers} if flat else set()
-    return [
+    found = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if id(parameter) in inside or (parameter.requires_grad and id(parameter) not in buffers)
     ]
+    choice = find_choice(model)
+    if choice is None:
+        return found
+    return [(own, parameter) for name, parameter in found if (own := choice.in_file(name)) is not None]
 
 
 def why_not_flat(config: Any) -> str | None:

@@ -41,10 +41,9 @@ def packed_state(parameter: nn.Parameter) -> Any | None:
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 
 
-def is_eight_bit(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter holds the weight of a linear layer in 8 bits (trainer/model/eight_bit.py)."""
-    whole_numbers = not (parameter.is_floating_point() or parameter.is_complex())
-    return whole_numbers and packed_state(parameter) is None and packed_experts_layout(parameter) is None
+def is_quantised(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds the codes of a quantised weight."""
+    return packed_state(parameter) is not None or not (parameter.is_floating_point() or parameter.is_complex())
 
 
 # Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,

@@ -1,5 +1,6 @@
 """The optimizer and its schedule: trainer/config/optimizers.yaml, LoRA+ groups, transformers' schedules."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -13,16 +14,22 @@ from trainer.parallel.engine.partitioned import whole_shape
 
 
 def build_optimizer(
-    model: torch.nn.Module, training: TrainingSection, lora: LoraSection, *, fused: bool
+    model: torch.nn.Module,
+    training: TrainingSection,
+    lora: LoraSection,
+    *,
+    fused: bool,
+    adapters: Sequence[TrainingSection] = (),
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters, in groups of equal learning rate and weight decay.
 
     LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
-    DoRA magnitudes) have no weight decay. Raises UserError for a vector if the optimizer trains only matrices.
+    DoRA magnitudes) have no weight decay. Several `adapters` have a group each, with their own settings.
+    Raises UserError for a vector if the optimizer trains only matrices.
     """
     kind = OPTIMIZERS[training.optimizer]
     ratio = lora.loraplus_lr_ratio or 1.0
-    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[float, float, int], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its shape. A flat adapter holds matrices.
@@ -31,10 +38,14 @@ def build_optimizer(
                 problem = f"trains only matrices, and {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
-            rate = training.learning_rate * (ratio if is_up else 1.0)
-            decay = training.weight_decay if dimensions > 1 else 0.0
-            groups.setdefault((rate, decay), []).append(parameter)
-    param_groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
+            own = int(name.removeprefix(FLAT)) if adapters else 0
+            settings = adapters[own] if adapters else training
+            rate = settings.learning_rate * (ratio if is_up else 1.0)
+            decay = settings.weight_decay if dimensions > 1 else 0.0
+            groups.setdefault((rate, decay, own), []).append(parameter)
+    param_groups = [
+        {"params": params, "lr": rate, "weight_decay": decay} for (rate, decay, _), params in groups.items()
+    ]
     given = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
     options = {name: given[name] for name in kind.takes} | kind.options
     if training.optimizer == "adamw":

@@ -90,8 +90,9 @@ class EngineState:
         self._kind = _find_kind(self._optimizer)
         self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
         self._trained: list[Named] = trained_parameters(engine.module)
-        self._shards = list(_shards(engine, self._trained))
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
+        held = {id(holder) for holder in self._holders}  # of several adapters, those of the selected one
+        self._shards = [shard for shard in _shards(engine, self._trained) if id(shard.holder) in held]
 
     def pieces(self) -> Pieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.

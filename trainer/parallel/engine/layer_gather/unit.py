@@ -60,7 +60,9 @@ class ShardedUnit:
         self._storage = self._whole.untyped_storage()
         self._own = self._whole.narrow(0, self._rank * share, share)
         on_host = in_host_memory and device.type == "cuda"
-        self._share = self._own.to("cpu" if on_host else device, copy=True)
+        # A rank that is alone in its group has nothing to gather, and never frees.
+        self._is_whole = group is not None and self._world == 1 and not on_host
+        self._share = self._own if self._is_whole else self._own.to("cpu" if on_host else device, copy=True)
         if on_host and pin_memory:
             self._share = self._share.pin_memory()
         self._copies = torch.cuda.Stream(device) if on_host else None
@@ -105,7 +107,7 @@ class ShardedUnit:
 
     def free(self) -> None:
         """Free the gathered memory."""
-        if self.is_gathered:
+        if self.is_gathered and not self._is_whole:
             self.wait()  # nothing may arrive in memory that no longer belongs to the unit
             self._storage.resize_(0)
             self.is_gathered = False

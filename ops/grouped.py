@@ -1,0 +1,98 @@
+"""LoRA operators on a base stored in 4 bits with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
+
+All parts of a weight are in one buffer of bytes, so that whatever moves the Parameter moves the whole weight. Weights
+are dequantised for each product, as in ops/scaled.py; saved for the backward pass is the buffer itself, which ZeRO-3
+may free and gather in between. Formulas: `reference.dequantize_groups`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops import reference
+from ops.scaled import dequantizing_group, frozen_linear
+
+Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
+SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+ALIGNMENT = 256
+
+
+class GroupedLayout(NamedTuple):
+    """How 4-bit matrices [rows, cols] lie in a buffer: one, or with `experts` that many.
+
+    `group` columns share a scale of type SCALES[scale]. Flags are 0 or 1: codes are E2M1 numbers (`floats`) or unsigned
+    integers; groups have a zero point (`zeros`), otherwise it is 8; scales have a divisor per row (`divided`); the
+    columns of a group are not neighbours (`ordered`: GPTQ's act-order).
+    """
+
+    experts: int
+    rows: int
+    cols: int
+    group: int
+    scale: int
+    floats: int
+    zeros: int = 0
+    divided: int = 0
+    ordered: int = 0
+
+    def sections(self) -> Sections:
+        """Return the shape and type of each part, in the order of `reference.dequantize_groups`."""
+        matrices, groups = (self.experts,) if self.experts else (), -(-self.cols // self.group)
+        return {
+            "codes": ((*matrices, self.rows, self.cols // 2), torch.uint8),
+            "scales": ((*matrices, self.rows, groups), SCALES[self.scale]),
+            "zeros": ((*matrices, self.rows, groups * self.zeros), torch.uint8),
+            "divisors": ((*matrices, self.rows, self.divided), torch.float32),
+            "order": ((*matrices, self.cols * self.ordered), torch.int32),
+        }
+
+    def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values [rows, cols], or [experts, rows, cols]. Raises ValueError if `packed` is not gathered."""
+        parts = list(view_sections(packed, self.sections()).values())
+        return reference.dequantize_groups(parts, self.floats, self.group, dtype)
+
+
+def place_sections(sections: Sections) -> tuple[dict[str, int], int]:
+    """Return the start of each section in bytes, and the total size."""
+    begins, end = {}, 0
+    for name, (shape, dtype) in sections.items():
+        begins[name] = end
+        end = -(-(end + prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+    return begins, end
+
+
+def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
+    """Return views of the sections of a buffer of bytes. Raises ValueError if it is not gathered."""
+    begins, size = place_sections(sections)
+    if packed.numel() != size:
+        raise ValueError(f"packed weight of {packed.numel()} bytes: {size} are needed; under ZeRO-3 gather it first")
+    return {
+        name: packed.narrow(0, begins[name], prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        for name, (shape, dtype) in sections.items()
+    }
+
+
+_LENGTH = len(GroupedLayout._fields)
+_GROUP = dequantizing_group(
+    "grouped",
+    "Tensor[] packed, int[] layouts",
+    outs=lambda of: of.layouts[1::_LENGTH],
+    check=lambda of: None,
+    dense=lambda of, i: GroupedLayout(*of.layouts[i * _LENGTH :][:_LENGTH]).dequantized(of.packed[i], of.x.dtype),
+)
+
+
+def grouped_linear(x: Tensor, packed: Tensor, layout: GroupedLayout, bias: Tensor | None) -> Tensor:
+    """Compute y = x W^T + bias for a frozen weight without an adapter."""
+    return frozen_linear(x, partial(GroupedLayout.dequantized, layout), (packed,), bias)
+
+
+def grouped_group(x: Tensor, weights: Sequence[tuple[Tensor, GroupedLayout]], *adapters: Any) -> list[Tensor]:
+    """Compute `lora.lora_group`, with its other arguments, for packed and gathered weights, each with its layout."""
+    packed, layouts = zip(*weights, strict=True)
+    numbers = [number for layout in layouts for number in layout]
+    return _GROUP(x, (packed, numbers), [layout.rows for layout in layouts], *adapters)

@@ -1,0 +1,137 @@
+"""Adapters that are trained together: failures, early stopping, ends and resumption of each for itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs_in_process import make_ground, train
+from trainer.joint_run import JointRun
+from trainer.parallel.engine.flat_adapter import find_flat_adapter
+
+EXACT = 1e-6
+SLOW: dict[str, Any] = {"name": "slow"}
+FAST: dict[str, Any] = {"name": "fast", "training.learning_rate": 3e-3, "seed": 5, "lora.r": 8}
+LATE: dict[str, Any] = {"name": "late", "training.max_steps": 6, "seed": 9}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_ground(tmp_path_factory.mktemp("together"))
+
+
+def together(ground: Path, name: str, adapters: list[dict[str, Any]], **overrides: Any) -> Path:
+    folder = ground / name
+    train(ground, output_dir=str(folder), ops__backend="reference", adapters=adapters, **overrides)
+    return folder
+
+
+def alone(ground: Path, name: str, adapter: dict[str, Any], **overrides: Any) -> Path:
+    own = {key.replace(".", "__"): value for key, value in adapter.items() if key != "name"}
+    train(ground, output_dir=str(ground / name), ops__backend="reference", **overrides, **own)
+    return ground / name
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def assert_equal(folder: Path, other: Path) -> None:
+    assert losses(folder) == pytest.approx(losses(other), rel=EXACT)
+    factors, expected = (load_file(each / "adapter_model.safetensors") for each in (folder, other))
+    assert factors.keys() == expected.keys()
+    assert all((factors[key] - expected[key]).abs().max() <= EXACT for key in factors)
+
+
+@pytest.fixture(scope="module")
+def references(ground: Path) -> dict[str, Path]:
+    return {each["name"]: alone(ground, f"alone-{each['name']}", each) for each in (SLOW, FAST, LATE)}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_nan_in_one_adapter_touches_no_other(ground: Path, monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+    launch = JointRun._launch
+
+    def poison(self: JointRun, active: Any) -> Any:
+        if self.runs[1].position.step == 2:
+            flat = find_flat_adapter(self._engine.module)
+            assert flat is not None
+            flat.buffers[1].data.fill_(torch.nan)
+        return launch(self, active)
+
+    monkeypatch.setattr(JointRun, "_launch", poison)
+    name = f"poisoned-{packing}"
+    with pytest.raises(FloatingPointError, match="1 of 3 adapters failed: fast"):
+        together(ground, name, [SLOW, FAST, LATE], dataset__packing=packing)
+    monkeypatch.undo()
+    for each in (SLOW, LATE):
+        assert_equal(
+            ground / name / each["name"],
+            alone(ground, f"alone-{packing}-{each['name']}", each, dataset__packing=packing),
+        )
+    assert len(losses(ground / name / "fast")) == 2
+    assert not (ground / name / "fast" / "adapter_model.safetensors").exists()
+    assert (ground / name / "fast" / "checkpoint-2" / "COMPLETE").exists()
+
+
+def test_a_resumed_run_continues_each_adapter_with_others_around_it(ground: Path, references: dict[str, Path]) -> None:
+    """Two of three adapters at step 2, then in another order, one of them left out and one added."""
+    half = [{**each, "training.max_steps": 2, "training.lr_scheduler": "constant_with_warmup"} for each in (SLOW, FAST)]
+    whole = [{**each, "training.lr_scheduler": "constant_with_warmup"} for each in (LATE, FAST, SLOW)]
+    warm = {"training__warmup_steps": 1}
+    together(ground, "resumed", half, **warm)
+    resume = {"training__resume_from_checkpoint": "latest", **warm}
+    together(ground, "resumed", whole[:2], **resume)
+    assert_equal(ground / "resumed" / "fast", alone(ground, "whole-fast", whole[1], **warm))
+    assert_equal(ground / "resumed" / "late", alone(ground, "whole-late", whole[0], **warm))
+    assert len(losses(ground / "resumed" / "slow")) == 2
+    together(ground, "resumed", whole, **resume)
+    assert_equal(ground / "resumed" / "slow", alone(ground, "whole-slow", whole[2], **warm))
+    assert_equal(ground / "resumed" / "fast", ground / "whole-fast")
+
+
+def test_an_adapter_that_stops_early_leaves_the_others_unchanged(ground: Path, references: dict[str, Path]) -> None:
+    early = {"training.eval_steps": 1, "training.early_stopping": 1, "training.early_stopping_threshold": 100.0}
+    held_out = {"dataset.evaluation": {"path": str(ground / "held_out.jsonl")}}
+    folder = together(ground, "early", [{**SLOW, **early, **held_out}, FAST, LATE])
+    assert len(losses(folder / "slow")) == 2, "the first evaluation is the best, the second is not better"
+    assert (folder / "slow" / "adapter_model.safetensors").exists()
+    for name in ("fast", "late"):
+        assert_equal(folder / name, references[name])
+    page = (folder / "sweep.html").read_text()
+    assert all(name in page for name in ("slow", "fast", "late"))
+
+
+def test_an_adapter_continues_alone_from_a_common_run(ground: Path, references: dict[str, Path]) -> None:
+    half = [{**each, "training.save_steps": 2} for each in (SLOW, FAST)]
+    folder = together(ground, "parted", half)
+    alone(ground, "parted-fast", FAST, training__resume_from_checkpoint=str(folder / "fast" / "checkpoint-2"))
+    factors, expected = (
+        load_file(each / "adapter_model.safetensors") for each in (ground / "parted-fast", references["fast"])
+    )
+    assert all((factors[key] - expected[key]).abs().max() <= EXACT for key in factors)
+
+
+@pytest.mark.parametrize("measure", ["delta", "factors"])
+def test_each_adapter_has_its_own_controller(ground: Path, measure: str) -> None:
+    common, target = {"scu.enabled": True, "scu.measure": measure}, 0.02 if measure == "delta" else 0.99
+    steered: list[dict[str, Any]] = [
+        {**FAST, **common, "scu.law": "published", "scu.target": target, "name": "pi"},
+        {**SLOW, **common, "scu.controller": "fixed", "scu.lambda_start": 50.0, "name": "fixed"},
+        LATE,
+    ]
+    folder = together(ground, f"steered-{measure}", steered)
+    for each in steered:
+        expected = alone(ground, f"steered-{measure}-{each['name']}", each)
+        assert_equal(folder / each["name"], expected)
+        if "scu.enabled" not in each:
+            continue
+        files = (part / "scu_metrics.json" for part in (folder / each["name"], expected))
+        found, wanted = (json.loads(file.read_text()) for file in files)
+        assert [line["lambda"] for line in found] == pytest.approx([line["lambda"] for line in wanted], rel=1e-5)
+        assert [line["param_bpt"] for line in found] == pytest.approx([line["param_bpt"] for line in wanted], rel=1e-4)
+        assert len({line["lambda"] for line in found}) > 1 or each["name"] == "fixed"

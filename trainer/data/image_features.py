@@ -1,0 +1,84 @@
+"""Features of images that a frozen tower has computed, in files named after the bytes of the image."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from trainer.config import UserError
+from trainer.contract.whole_files import apply_umask
+from trainer.data.image_parts import read_stored
+
+GRID = "image_grid_thw"
+"""Input of Qwen's models from which positions of image tokens follow."""
+
+
+@dataclass(frozen=True)
+class TowerOutput:
+    """Features of the images of a batch, with the names under which transformers' models read them."""
+
+    pooler_output: Any
+    deepstack_features: Any = None
+
+    def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
+        """Return the output with all tensors changed."""
+        return TowerOutput(*(_map(value, change) for value in vars(self).values()))
+
+
+class FeatureFiles:
+    """A folder with a safetensors file of features for each image."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, stored: bytes) -> Path:
+        """Return the file for an image (see `read_stored`), which may not exist yet."""
+        name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+    def write(self, path: Path, output: Any, grid: torch.Tensor | None) -> None:
+        """Write the output of a tower for one image. Raises UserError if that is impossible."""
+        features = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
+        found = {name: each for key, value in features.items() for name, each in _flatten(key, value)}
+        found |= {} if grid is None else {GRID: grid}
+        temporary = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: value.cpu().contiguous().clone() for name, value in found.items()}, temporary)
+            apply_umask(temporary)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            where = f"dataset.cache_dir={self.folder.parent.parent}: image features cannot be written there"
+            raise UserError(f"{where} ({error.strerror or error}); make room, or set vision.cache: false") from None
+
+    def read(self, stored: Sequence[bytes]) -> tuple[TowerOutput, torch.Tensor | None]:
+        """Return the features of images, in order, and their grids, if the model has them."""
+        files = [load_file(self.path(image)) for image in stored]
+        found = {name: torch.cat([file[name] for file in files]) for name in files[0]}
+        return TowerOutput(*(_nest(found, name) for name in TowerOutput.__dataclass_fields__)), found.get(GRID)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    return tuple(_map(each, change) for each in value) if isinstance(value, tuple) else change(value)
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested lists; `name.0` is the first entry of a list."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for at, each in enumerate(value if isinstance(value, list | tuple) else ()):
+        yield from _flatten(f"{name}.{at}", each)
+
+
+def _nest(tensors: dict[str, torch.Tensor], name: str) -> Any:
+    """Undo `_flatten`; None without such tensors."""
+    if name in tensors:
+        return tensors[name]
+    entries = {int(key[len(name) + 1 :].partition(".")[0]) for key in tensors if key.startswith(f"{name}.")}
+    return tuple(_nest(tensors, f"{name}.{at}") for at in sorted(entries)) or None

@@ -1,0 +1,361 @@
+"""Several adapters on one base (`adapters`): each is a `Run` with its own data, loop and folder, in common passes.
+
+A step of all adapters is one step of each, with the gradient, the clipping, the schedule and the random numbers of a
+run alone. Every folder is that of a run alone as well: an adapter may resume without the others, or with new ones.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from trainer.commands.sweep_table import PAGE, read_outcomes, show, write_page
+from trainer.config import LoadedConfig, UserError
+from trainer.config.checks import flatten_entry
+from trainer.contract.folder_lock import FolderLock
+from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
+from trainer.data.batches import MicroBatch, merge_batches
+from trainer.data.prepared import Prepared, count_samples
+from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
+from trainer.loop import Loop, exclude_from_garbage_collection
+from trainer.memory.oom_recovery import Recovery
+from trainer.memory.planner import apply_changes, combine_adapters
+from trainer.memory.preflight import plan_memory
+from trainer.model.adapter import GradientCheck
+from trainer.monitor.console import Output
+from trainer.monitor.display import Display
+from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.parallel.engine.adapter_choice import find_choice
+from trainer.parallel.engine.deepspeed_engine import resolve_precision
+from trainer.parallel.engine.flat_adapter import find_flat_adapter
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, sum_over_ranks
+from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.signals import StopRequest
+from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.run import Run
+from trainer.setup.build import Builder
+from trainer.setup.joining import define_task, join_ranks
+from trainer.setup.kinds import kind_of
+from trainer.setup.step_hooks import FirstGradients, StartReport
+from trainer.step import NONFINITE, StepInFlight
+
+SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
+"""Settings of `training` that the memory estimate resolves for all adapters."""
+
+
+class AdapterEngine:
+    """The engine as one adapter sees it: its own part of the optimizer, and its own counts."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        own: Any = copy.copy(engine.basic_optimizer)
+        own.param_groups = [engine.basic_optimizer.param_groups[number]]
+        own._opt_called = True  # torch's schedules warn without an update before their first step
+        self.basic_optimizer: torch.optim.Optimizer = own
+        self.skipped_steps = self.global_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+
+@dataclass
+class _Member:
+    """One adapter: its run, and its state among the others."""
+
+    run: Run
+    number: int
+    adapter: str
+    """Its name in the model."""
+    is_over: bool = False
+    failure: FloatingPointError | None = None
+
+
+class JointRun:
+    """Trains the adapters of a run in common passes, on one rank."""
+
+    def __init__(
+        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
+        lock: FolderLock | None = None, *, verbose: bool = True,
+    ) -> None:  # fmt: skip
+        """Take the arguments of `Run`."""
+        self.config, self._notes, self._lock, self._prepared = loaded.config, loaded.notes, lock, prepared
+        self._ranks, self._stop, self._verbose = ranks, stop, verbose
+        self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
+        self._folder = Path(self.config.output_dir)
+        self._console = console
+        self.runs: list[Run] = []
+        for config, own in zip(self.config.runs, prepared.adapters, strict=True):
+            quiet = apply_changes(config, {"logging.progress": "off"})
+            run = Run(LoadedConfig(quiet, ()), own, ranks, console, stop, lock, verbose=verbose)
+            run.say = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
+            self.runs.append(run)
+
+    def train(self) -> None:
+        """Train all adapters; every rank must call it. Raises FloatingPointError at the end if some failed."""
+        self._join()
+        for run in self.runs:
+            run.find_checkpoint()
+        self._record({})
+        lead = self.runs[0]
+        lead.builder = self._builder
+        engine = lead._start_engine(lead._build_model())
+        self._engine, self._loss = engine, lead.loss
+        assert self._builder.guard is not None and isinstance(self._loss, TokenLoss)
+        self._guard = self._builder.guard
+        choice = find_choice(engine.module)
+        assert choice is not None
+        self._choice = choice
+        self._members = [
+            _Member(run, number, name) for number, (run, name) in enumerate(zip(self.runs, choice.names, strict=True))
+        ]
+        for member in self._members:
+            run, own = member.run, AdapterEngine(engine, member.number)
+            run.loss, run.resident = self._loss, lead.resident
+            run.task.flat_packs = lead.task.flat_packs
+            with choice.only(member.adapter):
+                run.begin(own)
+                run.folder.adapter_form(own)
+        progress = self.config.logging.progress if self._ranks.is_main else "off"
+        self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
+        self._train_steps()
+        self._display.stop()
+        engine.destroy()
+        for member in self._members:
+            if member.failure is None:
+                member.run.say.is_starting = not self._verbose  # a table of all follows
+                member.run.finish()
+            else:
+                member.run.close()
+        self._report()
+
+    def close(self) -> None:
+        """Close the metrics of all runs after a failure."""
+        for run in self.runs:
+            run.close()
+
+    def _join(self) -> None:
+        config, ranks = self.config, self._ranks
+        device = ranks.device()
+        join_ranks(config, self._notes, ranks, self._lock, self.say)
+        precision = resolve_precision(config.training.precision, device)
+        own = []
+        for run in self.runs:
+            samples, data_ranks = count_samples(run.prepared), config.data_ranks(ranks.world_size)
+            resolved = resolve_global_batch(run.config, samples, data_ranks)
+            own.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
+        steps = {each.training.gradient_accumulation_steps for each in own}
+        if len(steps) > 1:
+            raise UserError(
+                f"training.global_batch_size: gives adapters {' and '.join(map(str, sorted(steps)))} micro-steps in a "
+                "step; set training.gradient_accumulation_steps for all, and batch_size for each"
+            )
+        kind = kind_of(config)
+        longest = max(self.runs, key=lambda run: _longest(run.prepared))
+        whole = combine_adapters(config, own, on_gpu=device.type == "cuda")
+        memory = plan_memory(kind.planner, whole, longest.prepared, ranks, device, precision)
+        for note in memory.notes:
+            self.say(note)
+        decided = memory.config
+        shared = {f"training.{name}": getattr(decided.training, name) for name in SHARED}
+        for run, resolved in zip(self.runs, own, strict=True):
+            run.config = apply_changes(resolved, shared | {"zero": decided.zero})
+            run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
+            run.task, run.total_steps = define_task(run.config, run.config, run.prepared, ranks, precision, run.say)
+        decided._runs = tuple(run.config for run in self.runs)
+        self._builder = Builder(decided, memory.decisions, self.runs[0].task, ranks, device, precision)
+
+    def _train_steps(self) -> None:
+        hooks: list[Hook] = [StartReport(self.say)]
+        if not any(member.run.loop.is_done for member in self._members):
+            hooks.append(FirstGradients(GradientCheck(self._engine.module, finite=False)))
+        self._stop.training = True
+        self._engine.train()
+        try:
+            with exclude_from_garbage_collection():
+                while active := self._active():
+                    self._step(active, hooks)
+        except UserError as error:
+            for member in self._unfinished():
+                with suppress(UserError), self._choice.only(member.adapter):
+                    member.run.loop.save_and_raise(error)
+            raise
+        stopped = self._unfinished()
+        for member in stopped:
+            self._for(member, Loop.end)
+        self._stop.agree()
+        for member in stopped:
+            member.run.end(stopped=True)
+        self._stop.saved = True
+
+    def _unfinished(self) -> list[_Member]:
+        return [member for member in self._members if not member.is_over and member.failure is None]
+
+    def _active(self) -> list[_Member]:
+        """Save the result of the adapters that have had their last step, and return those with a next one."""
+        for member in self._unfinished():
+            if member.run.loop.is_done:
+                self._for(member, Loop.end)
+                if member.failure is None:
+                    with self._choice.only(member.adapter):
+                        member.run.end(stopped=False)
+                    self._engine.train()
+                    self._leave(member)
+                    self._record({member.number: 0})
+        return [member for member in self._unfinished() if member.run.loop.continues]
+
+    def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
+        """Run a common step, and what follows it for each adapter."""
+        first = active[0].run
+        for member in active:
+            member.run.loop.before_step()
+        recovery = Recovery(first.config, self._ranks.world_size, kind_of(first.config).planner)
+        step = first.position.step + 1
+        launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
+        for hook in hooks:
+            hook.after_launch(step)
+        for member, one, used in zip(active, launched, consumed, strict=True):
+            self._for(member, partial(Loop.follow, launched=one, consumed=used))
+            self._for(member, Loop.after_step)
+        # The mean loss; the values of each are in its metrics.
+        found = [member.run.loop.latest for member in active]
+        losses = [each.loss for each in found if each is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        for hook in hooks:
+            hook.after_step(FinishedStep(step, loss, math.nan, 0.0, is_logged=True))
+        self._display.update(step, {"train/loss": loss})
+        if step % self.config.training.logging_steps == 0:
+            self._display.print_line(step, {"train/loss": loss})
+
+    def _for(self, member: _Member, call: Callable[[Loop], object]) -> None:
+        """Call a method of an adapter's loop; one that is not finite fails alone."""
+        if member.failure is not None:
+            return
+        try:
+            with self._choice.only(member.adapter):
+                call(member.run.loop)
+        except FloatingPointError as error:
+            member.failure = error
+            self._leave(member)
+            self._record({member.number: 1})
+            member.run.say(f"[red]failed:[/red] {escape(str(error))}; the other adapters continue")
+
+    def _leave(self, member: _Member) -> None:
+        member.is_over = member.failure is None
+        self._guard.waiting.add(member.number)
+
+    def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
+        """Run a common step of these adapters; also returns the samples of all ranks that each used."""
+        ranks, device, engine = self._ranks, self._engine.device, self._engine
+        fetched = [member.run.loop.fetch() for member in active]
+        batches: list[Sequence[MicroBatch]] = [found for found, _ in fetched]
+        wants = [[bool(self._stop), member.run.loop.wants_save()] for member in active]
+        counts = _count(batches, wants, ranks, device)
+        micro_steps = len(batches[0])
+        scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
+        sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
+        for index in range(micro_steps):
+            is_last = index == micro_steps - 1
+            self._micro_step(active, [each[index] for each in batches], scales, sums, micro_steps if is_last else 0)
+            if is_last:
+                own = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
+                sums[:, 1] = own
+                sum_over_ranks(sums)
+                for member in active:
+                    self._for(member, Loop.before_update)
+            with phase("optimizer step"):
+                engine.step()
+        self._guard.check()
+        norms = torch.stack([self._guard.norms[member.number] for member in active]).double().to(device)
+        applied = torch.isfinite(norms)
+        for number, member in enumerate(active):
+            if (steering := member.run.steering) is not None:
+                step = member.run.position.step + 1
+                steering.observe(step, sums[number, 0], counts[number, 0], sums[number, 2], applied[number])
+        columns = [sums[:, 0], norms, applied.double(), sums[:, 1], own.double()]
+        numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
+        return [StepInFlight(row) for row in numbers], [used for _, used in fetched]
+
+    def _micro_step(
+        self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
+        penalized: int,
+    ) -> None:  # fmt: skip
+        """Run forward and backward pass of all adapters' rows, and add the loss of each to `sums`.
+
+        `penalized` is the number of micro-steps in the last one, to which the penalties of the SCU are added.
+        """
+        engine, flat = self._engine, find_flat_adapter(self._engine.module)
+        assert flat is not None and isinstance(self._loss, TokenLoss)
+        padding = int(active[0].run.prepared.tokenizer.pad_token_id)
+        merged = merge_batches(batches, padding)
+        width, is_flat = merged.input_ids.shape[1], merged.cu_seqlens is not None
+        sizes = [each.input_ids.numel() if is_flat else len(each.input_ids) * width for each in batches]
+        rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
+        self._loss.observe(merged, engine.device)
+        with self._choice.common(rows, engine.device):
+            losses = self._loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
+            sums[:, 0] += losses.detach()
+            total = (losses * scales).sum()
+            # Every buffer has a gradient on every rank, also that of an adapter that waits.
+            total = total + sum(buffer.narrow(0, 0, 0).sum() for buffer in flat.buffers)
+            for number, member in enumerate(active):
+                if penalized and (steering := member.run.steering) is not None:
+                    total = total + steering.penalty(member.run.position.step + 1) * penalized
+                    sums[number, 2] = steering.measured_local()
+            with phase("backward"):
+                engine.backward(total)
+
+    def _record(self, codes: dict[int, int]) -> None:
+        """Record the folders and exit codes of the adapters, for `zerolora sweep --table`."""
+        if not self._ranks.is_main:
+            return
+        if self._lock is not None:
+            self._lock.check()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        known = {run.folder: run for run in read_sweep(self._folder)}  # by `zerolora sweep --together`
+        for number, run in enumerate(self.runs):
+            if number in codes or not codes:
+                folder = str(Path(run.config.output_dir).absolute())
+                settings = [f"{name}={value}" for name, value in flatten_entry(self.config.adapters[number])][1:]
+                entry = known.get(folder, SweptRun(folder, settings=settings))
+                write_sweep(self._folder, [replace(entry, exit_code=codes.get(number))])
+
+    def _report(self) -> None:
+        failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
+        if self._ranks.is_main and not self._stop and not any(run.digest for run in read_sweep(self._folder)):
+            outcomes = read_outcomes(self._folder)
+            show(self.say.console, outcomes)
+            if any(found.loss is not None for found in outcomes):
+                self.say(write_page(outcomes, self._folder / PAGE))
+        if failed:
+            raise FloatingPointError(
+                f"{len(failed)} of {len(self._members)} adapters failed: {', '.join(failed)}; the others are complete"
+            )
+
+
+def _count(
+    batches: Sequence[Sequence[MicroBatch]], wants: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
+) -> torch.Tensor:
+    """Return [N, 5] over all ranks: weight of the targets, targets, tokens, stops and saves of each adapter."""
+    rows = []
+    for own, asked in zip(batches, wants, strict=True):
+        sizes = [(each.target_weight, each.target_count, each.tokens) for each in own]
+        rows.append([*map(sum, zip(*sizes, strict=True)), *asked])
+    counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
+    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
+
+
+def _longest(prepared: Prepared) -> int:
+    train = prepared.data.train
+    return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0

@@ -1,0 +1,52 @@
+"""Settings that are not supported on bases with weights stored and kept in FP8 or 4 bits."""
+
+from typing import Any
+
+from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.model.stored_four_bit import FourBitForm, four_bit_form
+from trainer.model.stored_fp8 import Fp8Form, fp8_form
+from trainer.parallel.engine.linear_layers import is_linear
+
+Kept = Fp8Form | FourBitForm
+
+
+def kept_form(model_config: Any) -> Kept | None:
+    """Return the format in which linear layers are stored and kept; None if they are in 16 or 32 bits."""
+    form = fp8_form(model_config) or four_bit_form(model_config)
+    return None if isinstance(form, str) else form
+
+
+def check_settings_fit(config: RunConfig, model_config: Any) -> None:
+    """Raise UserError for settings that a base stored in FP8 or 4 bits does not support."""
+    form = kept_form(model_config)
+    if form is None:
+        return
+    lora, stored = config.lora, f"{config.base_model}, which is stored in {form.name}"
+    kind, also = config.quantization.quant_type, "or quantization.quant_type: fp8, " * isinstance(form, Fp8Form)
+    faults = {
+        f"quantization.quant_type={kind}: would quantise a second time {stored}; use adapter: lora, {also}or use the "
+        "16-bit model": config.adapter == "qlora" and not (also and kind == "fp8"),
+        f"training.qat={config.training.qat}: rounds the merged 16-bit weights, unlike those of {stored}; use the "
+        "16-bit model": bool(config.training.qat),
+        f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or turn it "
+        "off": config.zero.offload_parameters and not gathers_by_layer(config),
+        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: reads the weights of {stored}; leave it out, "
+        "or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise UserError(fault)
+
+
+def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
+    """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
+    form, head = kept_form(model_config), empty.get_output_embeddings()
+    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
+        held = is_linear(module) and module is not head and (form is None or form.holds(path))
+        for name in config.lora.modules_to_save if held else ():
+            if f".{name}." in f".{path}.":
+                how = f"is stored in {form.name}" if form else f"is held in {config.quantization.quant_type}"
+                raise UserError(
+                    f"lora.modules_to_save={name}: the weight of {path} {how} and cannot be trained; remove it, or use "
+                    f"the 16-bit model{'' if form else ' with adapter: lora'}"
+                )
