@@ -5,7 +5,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -293,6 +293,8 @@ def run_forked(work: Callable[[], Any], timeout_s: float, cpu_s: float = float("
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
+        with suppress(OSError):  # the fork sets it too; whichever comes first
+            os.setpgid(process, process)
         end = time.monotonic() + timeout_s
         while not os.waitpid(process, os.WNOHANG)[0]:
             if time.monotonic() > end:

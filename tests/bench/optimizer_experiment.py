@@ -272,6 +272,28 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verdict(found: dict[str, Any]) -> str:
+    """Return sentences on which optimizers differ from AdamW by more than the interval."""
+    baseline = best_rate(found, "adamw")
+    if baseline is None:
+        return ""
+    plain = by_rate(found, "adamw")[baseline]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in RATES:
+        if name != "adamw" and (rate := best_rate(found, name)):
+            apart, half = spread(by_rate(found, name)[rate][seed] - plain[seed] for seed in plain)
+            groups["lower" if apart < -half else "higher" if apart > half else "equal"].append(f"`{name}`")
+    words = {
+        "lower": "A lower loss than AdamW, beyond the interval",
+        "higher": "A higher one",
+        "equal": "No difference within the interval",
+    }
+    shown = [f"{text}: {', '.join(groups[kind])}." for kind, text in words.items() if groups[kind]]
+    if rate_beyond(found, "adamw"):
+        shown.append("AdamW's own best rate is at the end of its grid, so another rate may change this.")
+    return "\n".join(shown)
+
+
 def grid(found: dict[str, Any]) -> str:
     """Return the mean held-out loss of every optimizer at every rate."""
     lines = ["| optimizer | rate: held-out loss |", "|---|---|"]
@@ -308,7 +330,7 @@ def write_note(file: Path = DATA) -> str:
     missing = [f"`{name}`" for name in RATES if best_rate(found, name) is None]
     if missing:
         head += f"Timed, but without enough finished runs for a held-out loss: {', '.join(missing)}.\n\n"
-    return f"{head}{table(found)}\n\n## All learning rates\n\n{grid(found)}\n"
+    return f"{head}{table(found)}\n\n{verdict(found)}\n\n## All learning rates\n\n{grid(found)}\n"
 
 
 def main() -> None:

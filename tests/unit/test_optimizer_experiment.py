@@ -14,6 +14,7 @@ from tests.bench.optimizer_experiment import (
     settings,
     spread,
     table,
+    verdict,
     write_note,
 )  # fmt: skip
 from trainer.config import OPTIMIZERS, RunConfig
@@ -56,6 +57,10 @@ def test_the_grid_grows_beyond_its_ends(best: list[float], beyond: float | None)
 def test_a_row_is_paired_by_seed_with_adamw() -> None:
     [row] = [line for line in table(FOUND).splitlines() if line.startswith("| `lion`")]
     assert "| 0.0001 (edge) | 1.2000 ± 0.2484 | +0.1000 ± 0.0000 | 25.0 |" in row
+
+
+def test_a_difference_counts_beyond_its_interval() -> None:
+    assert verdict(FOUND) == "A higher one: `lion`."
 
 
 def test_every_optimizer_is_one_of_ours_and_its_settings_are_valid() -> None:
