@@ -125,7 +125,7 @@ def show_config(
 ) -> None:
     """Print the resolved configuration, or the reference of all settings."""
     if schema and as_json:
-        raise UserError("--schema: not together with --json-schema; leave one of them out")
+        raise UserError("--schema: cannot be combined with --json-schema; remove one")
     if (schema or as_json) and config:
         raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; leave one of them out")
     if schema:

@@ -64,7 +64,7 @@ def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
 
 
 def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
-    """Record how this start ended. Raises UserError if it asks for another but the last ones made no progress."""
+    """Record how this start ended. Raises UserError if it asks for another although the last ones made no progress."""
     starts = _read(run_dir, env)
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write(run_dir, starts)

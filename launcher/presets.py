@@ -17,6 +17,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest, shown
 from trainer.config.yaml_core import plain
 from trainer.contract.home import HOME
+from trainer.contract.hub_patience import PATIENCE_S
 from trainer.contract.output_files import check_settings_file
 
 CONFIGS = HOME / "configs"
@@ -48,19 +49,14 @@ def init(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            help="Fit the file to the data and this many GPUs; default: those here, if model and data are local."
-        ),
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to fit the file to; default: those here.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a commented configuration to start from, fitted to the model and data if both are on this machine."""
+    """Write a commented configuration to start from, fitted to the model and data if both can be read."""
     if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
         raise UserError(f"{empty}: empty; write a value, or leave it out")
-    tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_local(model, data))
+    tailored = gpus is not None or gpu_memory is not None or (preset is None and _can_be_read(model, data))
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
@@ -76,18 +72,18 @@ def init(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
-    typed = shlex.quote(str(output))
-    typer.echo(f"wrote {output}; {_first_step(model, data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
+    typed, first = shlex.quote(str(output)), _first_step(model, data, preset)
+    typer.echo(f"wrote {output}; {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
 
 
-def _first_step(model: str | None, data: str | None) -> str:
+def _first_step(model: str | None, data: str | None, preset: str) -> str:
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         return f"{shown(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{shown(data)} does not exist yet; write the data there, then"
-    return "next:"
+    return f"it has the settings of the preset {preset}; next:"
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
@@ -100,16 +96,21 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
     become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_file_name(output.stem)}"])
 
 
-def _are_local(model: str | None, data: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _can_be_read(model: str | None, data: str | None) -> bool:
+    """Return whether the data is on this machine, and the model's configuration here or on the hub."""
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.utils import build_hf_headers
 
     if not (model and data and Path(data).expanduser().exists()):
         return False
-    if (Path(model).expanduser() / "config.json").is_file():
+    if (Path(model).expanduser() / MODEL_FILES[0]).is_file():
         return True
-    with suppress(HFValidationError):
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    with suppress(HFValidationError, HTTPError, OSError):
+        if isinstance(try_to_load_from_cache(model, MODEL_FILES[0]), str):
+            return True
+        address = hf_hub_url(model, MODEL_FILES[0])
+        return bool(get_session().head(address, headers=build_hf_headers(), timeout=PATIENCE_S).status_code < 400)
     return False
 
 

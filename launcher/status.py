@@ -81,7 +81,7 @@ def read_job_id(run: Path) -> str:
 def read_job(number: str) -> list[dict[str, str]]:
     """Return SLURM's fields of a job, or of each task of an array; empty if SLURM has forgotten it."""
     if shutil.which("scontrol") is None:
-        raise UserError(f"job {number}: no scontrol here; run this on the cluster, or use the folder of the run")
+        raise UserError(f"job {number}: scontrol is missing; run this on the cluster, or use the folder of the run")
     shown = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
     if shown.returncode:
         return []

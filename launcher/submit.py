@@ -196,7 +196,7 @@ def submit(
 
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     if shutil.which("sbatch") is None:
-        raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or try --dry-run")
+        raise UserError("zerolora submit: sbatch is missing; run it on the cluster's login node, or try --dry-run")
     # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
     missing = [path for path in (*files, *script.parents) if not path.exists()]

@@ -70,7 +70,7 @@ class LossKind:
         return None
 
     def weigh(self, nll: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the losses of tokens [C], and the factor that makes the gradient of `nll` theirs."""
+        """Return the losses of tokens [C], and the factors that turn the gradients of `nll` into theirs."""
         p = torch.exp(-nll)
         if self.name == "dft":
             return p * nll, p
@@ -302,7 +302,7 @@ def divergence_sum(
             "expected [K, H], [K, H] and [V, H]"
         )
     if weight.requires_grad or base_hidden.requires_grad:
-        raise ValueError("the head or base_hidden requires a gradient: this divergence has one of hidden alone")
+        raise ValueError("the head or base_hidden requires a gradient: the divergence is differentiable in hidden only")
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, base_hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)

@@ -104,7 +104,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def build_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a build; other processes wait and then find the result. It ends with its process."""
+    """Hold the lock of a build; other processes wait and then find the result. The end of the process releases it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -58,7 +58,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def all_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Return every architecture for which a build ahead of time with this toolkit, 12.0 or newer, is made."""
+    """Return the architectures of a build ahead of time with this toolkit (12.0 or newer)."""
     return [*(["70"] if toolkit[0] == 12 else []), *EVERYWHERE, *(["120"] if toolkit >= (12, 8) else [])]
 
 

@@ -30,8 +30,11 @@ def measured_values() -> dict[str, str]:
     for page in read_figures()["measured"].values():
         values |= page
     values["ratio"] = f"{_number(values['bf16']) / _number(values['bf16_unsloth']):.2f}"
+    values["demo_minutes"] = f"{_number(values['demo_seconds']) / 60:.0f}"
     rows = [row for run in json.loads((DATA / "memory_h200.json").read_text()) for row in run["rows"]]
     values["runs"] = str(len(rows))
+    families = yaml.safe_load((DATA / "families.yaml").read_text())["families"]
+    values["families"] = str(sum(cells["lora"].startswith("equal") for cells in families.values()))
     records = map(json.loads, (DATA / "faults" / "results.jsonl").read_text().splitlines())
     values["faults"] = str(len({(record["place"], record["fault"], record["phase"]) for record in records}))
     return values

@@ -82,7 +82,7 @@ class StepContext:
         cls, recovery: Recovery, engine: Engine, loss: StepLoss, batches: BatchSource, ranks: Ranks, schedule: Any,
         steering: Steering | None, say: Callable[[str], None],
     ) -> "StepContext":  # fmt: skip
-        """Return that of a run, which finds slow ranks; every rank must call it."""
+        """Return the context of a run, with the detection of slow ranks; every rank must call it."""
         return cls(engine, loss, batches, ranks, schedule, recovery, steering, watch_stragglers(engine, ranks, say))
 
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:

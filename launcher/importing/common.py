@@ -41,7 +41,7 @@ def alpaca(style: str) -> tuple[str, str]:
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
-    """Set preference training with weighted losses, without those of weight 0, or for None a reward model.
+    """Set preference training with the losses that have a weight, or for None a reward model.
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
@@ -200,7 +200,7 @@ def set_thinking(t: Translation) -> None:
 
 
 def set_distribution(t: Translation) -> None:
-    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for an optimizer of whole matrices."""
+    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for optimizers that need whole matrices."""
     options = t.get("fsdp_config")
     if options is not None or not is_off(t.get("fsdp")):
         name = "fsdp" if options is None else "fsdp_config"

@@ -161,7 +161,7 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_repo
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
-    """Return the current size of each log in bytes, with which the text of earlier runs is skipped later."""
+    """Return the current size of each log in bytes, so that the text of earlier runs can be skipped later."""
     return {path.name: path.stat().st_size for path in logs.glob("*.log")}
 
 

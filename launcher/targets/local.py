@@ -148,7 +148,7 @@ def hostfile_command(
     `environment_file` holds the variables for ranks on other hosts. Raises UserError without pdsh.
     """
     if shutil.which("pdsh") is None:
-        raise UserError("--launcher hostfile: no pdsh here; install it (apt install pdsh), or use mpi or slurm")
+        raise UserError("--launcher hostfile: pdsh is not installed; run `apt install pdsh`, or use mpi or slurm")
     ranks = sum(len(gpus) for gpus in slots.values())
     argv = [_deepspeed_executable(), f"--hostfile={hostfile}"]
     argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))

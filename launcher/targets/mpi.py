@@ -48,6 +48,6 @@ def mpirun_command(
 
 def _is_open_mpi() -> bool:
     if shutil.which("mpirun") is None:
-        raise UserError("--launcher mpi: no mpirun here; install Open MPI or MPICH, or load its module")
+        raise UserError("--launcher mpi: mpirun is not installed; install Open MPI or MPICH, or load its module")
     shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
     return "Open MPI" in shown.stdout + shown.stderr or "OpenRTE" in shown.stdout + shown.stderr

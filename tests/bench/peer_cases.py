@@ -235,7 +235,7 @@ def resume(folder: Path) -> Found:
 
 
 def masked_packs(folder: Path) -> Found:
-    """Packs of 16 tokens of records whose prompts are longer: nothing is left to train."""
+    """Packs of 16 tokens of records with longer prompts: nothing is left to train."""
     from datasets import Dataset
 
     data = Dataset.from_list([json.loads(line) for line in (folder / "long_prompts.jsonl").read_text().splitlines()])

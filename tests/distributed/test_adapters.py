@@ -60,7 +60,7 @@ def plan() -> list[dict[str, Any]]:
 
 
 def _of_kind(kind: str, own: dict[str, Any]) -> dict[str, Any]:
-    """With dropout, whose mask counts rows and padding, all data has sequences of one length."""
+    """With dropout, as its mask counts rows and padding, all data has sequences of one length."""
     return {key: value for key, value in own.items() if not (kind == "dropout" and key == "dataset.path")}
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.conftest import environment
 from tests.tutorials import TUTORIALS, last_step, read_blocks
 
-PATIENCE_S = 420
+PATIENCE_S = 900
 
 # What each page must leave behind: the run's folder, its steps, and the files of the last command.
 RESULTS = {
@@ -28,6 +28,7 @@ def test_every_tutorial_is_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("name", RESULTS)
 def test_commands_of_a_tutorial_work_in_order(name: str, tmp_path: Path) -> None:
     script = "".join(["set -ex\n", *read_blocks(name, tmp_path / "models")])

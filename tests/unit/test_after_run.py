@@ -181,7 +181,7 @@ BAD_FOLDERS = [
         (module, "changed settings", "adapter_config.json was changed after training.*--allow-mismatch")
         for module in ALL
     ],
-    (evaluate, "no data", "held no data out; pass some with --data"),
+    (evaluate, "no data", "has no held-out data; pass some with --data"),
     (merge, "occupied", "merged: already exists"),
 ]
 

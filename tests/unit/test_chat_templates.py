@@ -325,7 +325,7 @@ def test_text_that_a_template_does_not_write() -> None:
         if lost:
             assert encode(tokenizer, messages).lost == lost
             continue
-        with pytest.raises(UserError, match=rf"record 1: the chat template leaves no trace of {role} turn"):
+        with pytest.raises(UserError, match=rf"record 1: the chat template does not write {role} turn"):
             encode(tokenizer, messages)
 
 

@@ -21,7 +21,7 @@ def test_a_page_quotes_the_measured_figures(page: str) -> None:
 @pytest.mark.slow
 def test_the_readme_has_the_memory_of_the_estimate() -> None:
     estimated = estimated_values()
-    assert len(estimated) == 9
+    assert len(estimated) == len(FIGURES["fits"])
     assert quoted("README.md", measured_values() | estimated) == (ROOT / "README.md").read_text(), (
         "python -m scripts.figures"
     )

@@ -110,9 +110,9 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
     """A tokenizer that splits as llama.cpp's rule of that name does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from trainer.commands.export.gguf_vocabulary import MERGED_WORDS, NAMES_OF_SPLITS, WHOLE_WORDS
+    from trainer.commands.export.gguf_vocabulary import MERGED_WORDS, SPLIT_NAMES, WHOLE_WORDS
 
-    by_name = {name: pattern for pattern, name in NAMES_OF_SPLITS.items()}
+    by_name = {name: pattern for pattern, name in SPLIT_NAMES.items()}
     by_name[MERGED_WORDS] = by_name[WHOLE_WORDS]
     tokenizer = Tokenizer(models.BPE(ignore_merges=digits == WHOLE_WORDS))
     if digits == "smollm":

@@ -197,7 +197,7 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
 
 def test_a_language_model_takes_no_settings_of_pictures(whole: Path) -> None:
     config = run_config(whole.parent, "image.flip=true")
-    with pytest.raises(UserError, match=r"^image.resolution=32: is for image models, and base_model=.* is none"):
+    with pytest.raises(UserError, match=r"^image.resolution=32: is for image models, and base_model=.* is not one"):
         refuse_image_settings(config)
 
 

@@ -84,9 +84,7 @@ def test_the_first_layers_alone() -> None:
 
 def test_dropped_probabilities_and_other_kinds_of_recomputation_are_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1))
-    with pytest.raises(
-        UserError, match=r"training\.recompute_attention=false: the model drops attention probabilities"
-    ):
+    with pytest.raises(UserError, match=r"training\.recompute_attention=false: the model has attention dropout"):
         enable_recomputation(model, TrainingSection.model_validate(KEPT))
     data = {"path": "unset.jsonl"}
     settings = {"base_model": "unset", "output_dir": "unset", "dataset": data, "training": KEPT}

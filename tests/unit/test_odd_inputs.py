@@ -123,7 +123,7 @@ class RecordedKeys(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401: this is that method
+        return self[key] if key in self else default  # noqa: SIM401 - this is that method
 
     def keys(self) -> Any:
         return KeysView(self)
@@ -143,7 +143,7 @@ def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -
 
 
 def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
-    assert "--schema: not together with --json-schema" in refuse("config", "--schema", "--json-schema")
+    assert "--schema: cannot be combined with --json-schema" in refuse("config", "--schema", "--json-schema")
 
 
 @pytest.mark.parametrize(

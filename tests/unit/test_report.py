@@ -426,6 +426,7 @@ def test_settings_have_no_rows_of_nulls_and_names_instead_of_cache_paths(tmp_pat
     assert "null" not in changed.values() and "dataset.cache_dir" not in changed
     assert len([name for name in changed if name.startswith("dataset.evaluation")]) == 1
     assert "<title>a run: owner/tiny on owner/chats" in page
+    assert hub not in page and ": null" not in page
 
 
 def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def test_commands_that_write_text_refuse(
     for main, arguments in commands:
         assert main([str(finished), *arguments]) == 2
         shown = capsys.readouterr().err.strip()
-        assert f"{finished}: the adapter is of a reward model, and " in shown
+        assert f"{finished}: the adapter belongs to a reward model, and " in shown
         assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0

@@ -55,7 +55,7 @@ def test_a_length_that_is_given_replaces_the_models(tmp_path: Path) -> None:
 def test_models_without_one_rotary_embedding_are_refused(tmp_path: Path) -> None:
     Gemma3TextConfig().save_pretrained(tmp_path)
     section = ModelSection.model_validate({"rope_scaling": {"type": "linear", "factor": 2}})
-    with pytest.raises(UserError, match=r"model.rope_scaling.type=linear: gemma3_text has not one rotary embedding"):
+    with pytest.raises(UserError, match=r"model.rope_scaling.type=linear: gemma3_text has no single rotary embedding"):
         load_model_config(str(tmp_path), section)
 
 

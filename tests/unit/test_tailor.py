@@ -1,7 +1,10 @@
 """`zerolora init --gpus`: a file made for the data and the cards, each setting with its reason, valid as it is."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,12 +12,15 @@ import pytest
 
 from launcher import presets
 from launcher.presets import init
+from tests.model_hub import MODEL, served_model
 from tests.tiny import make_model, write_chats
 from trainer.commands import tailor as tailor_module
 from trainer.commands.tailor import main as tailor
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, load_config
 from trainer.model import adapter as adapter_module
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,9 @@ def test_what_init_writes_is_not_warned_of(
     assert steps and int(steps.group(1).replace(",", "")) >= 20
 
 
-def test_init_examines_a_model_and_data_that_are_here(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_examines_a_model_and_data_that_are_here(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def become(module: str, words: list[str]) -> NoReturn:
         assert module == "trainer.commands.tailor"
         raise SystemExit(tailor(words))
@@ -84,9 +92,28 @@ def test_init_examines_a_model_and_data_that_are_here(ground: Path, monkeypatch:
         init(model="models/mine", data="chats.jsonl", output=Path("here.yaml"))
     assert ended.value.code == 0
     assert "# 600 documents" in Path("here.yaml").read_text()
-    for model, data in (("./model", "absent.jsonl"), ("org/model", "chats.jsonl")):
+    capsys.readouterr()
+    for model, data, why in (
+        ("./model", "absent.jsonl", "absent.jsonl does not exist yet"),
+        (
+            "org/model",
+            "chats.jsonl",
+            "it has the settings of the preset tinyllama",
+        ),
+    ):
         init(model=model, data=data, output=Path("there.yaml"), force=True)
         assert "with the settings of the preset" in Path("there.yaml").read_text(), "nothing to examine"
+        assert why in capsys.readouterr().out
+
+
+def test_init_examines_a_model_on_the_hub_without_its_weights(ground: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "launcher.cli", "init", "--model", MODEL, "--data", str(ground / "chats.jsonl")]
+    with served_model(ground / "model", environment, cache=tmp_path / "hub") as online:
+        done = subprocess.run(command, cwd=tmp_path, env=online, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("examining the model and the data\n"), done.stderr
+    assert "# 600 documents" in (tmp_path / "tiny.yaml").read_text()
+    assert list(tmp_path.rglob("tokenizer.json")) and not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_few_documents_are_all_trained_on(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

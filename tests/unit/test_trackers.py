@@ -35,7 +35,7 @@ def log_run(folder: Path, name: str, *, first_step: int = 0) -> str:
 
 
 def needs(name: str) -> None:
-    """Skip a nightly test whose package is missing; tests/servers/test_other_packages.py installs them."""
+    """Skip a nightly test if its package is missing; tests/servers/test_other_packages.py installs them."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs the package {name}: pip install {name}")
 

@@ -51,7 +51,7 @@ class HostCopies:
             self._event.synchronize()
 
     def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Enter the copy stream behind the work that produces the tensor, which keeps its memory until copied."""
+        """Enter the copy stream after the work that produces the tensor; its memory is not reused until copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

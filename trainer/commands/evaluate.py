@@ -182,7 +182,7 @@ def held_out_samples(
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
-        raise UserError(f"{run.folder}: the run held no data out; pass some with --data FILE")
+        raise UserError(f"{run.folder}: the run has no held-out data; pass some with --data FILE")
     if source is not None:
         alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}

@@ -46,7 +46,7 @@ from trainer.setup.kinds import refuse_unsupported
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer while it is generated, without what a terminal would obey."""
+    """Print an answer while it is generated, without terminal control sequences."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""What `zerolora estimate` predicts of time and cost with --network, --price or --card."""
+"""Predictions of time and cost by `zerolora estimate` with --network, --price or --card."""
 
 import argparse
 import re

@@ -17,7 +17,7 @@ OTHER_TRAINERS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name(
 
 
 def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for each of several names that share one."""
+    """Return a row for each name of a row that lists several."""
     return {name: row for names, row in rows.items() for name in names.split()}
 
 

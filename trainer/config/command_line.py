@@ -110,7 +110,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
 
     def format_help(self) -> str:
-        """Return the help in the boxes of Typer, which draws that of the launcher's commands."""
+        """Format the help in boxes, as Typer does for the launcher's commands."""
         from rich.console import Console
         from rich.padding import Padding
         from rich.panel import Panel

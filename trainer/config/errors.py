@@ -91,7 +91,7 @@ def find_path_mistake(error: OSError) -> UserError | None:
 
 
 def describe_first(error: ValidationError) -> str:
-    """Describe the first error, after its dotted name if it is that of a part."""
+    """Describe the first error, preceded by the dotted name of the part that has it, if any."""
     first = error.errors(include_url=False)[0]
     # An alternative of a union is a part of the name as well.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"

@@ -54,7 +54,7 @@ OPTIMIZERS = {
 }
 
 
-def _checkpointing_word(value: Any) -> Any:
+def _parse_checkpointing(value: Any) -> Any:
     if value in ("on", "yes", "off", "no"):
         value = value in ("on", "yes")
     if value is None or isinstance(value, bool):
@@ -164,7 +164,7 @@ class TrainingSection(Section):
     `pip install torchao compressed-tensors`."""
     gradient_checkpointing: Annotated[
         Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
-        BeforeValidator(_checkpointing_word),
+        BeforeValidator(_parse_checkpointing),
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
     """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant. `selective` keeps

@@ -88,7 +88,7 @@ def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[Non
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed, such as a mere checkout."""
+    """Return the version of a package; None if it is not installed, as in a checkout without `pip install`."""
     try:
         return version(package)
     except PackageNotFoundError:

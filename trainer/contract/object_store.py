@@ -2,7 +2,7 @@
 
 A run with such an `output_dir` works in the copy: `fetch_run` brings what the store has, `upload_run` makes the store
 equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and deleted first, so that resuming
-skips a checkpoint whose upload was interrupted, as on a disk.
+skips a checkpoint with an interrupted upload, as on a disk.
 """
 
 import json

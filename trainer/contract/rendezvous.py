@@ -71,7 +71,7 @@ def random_port() -> int:
 
 
 def free_port() -> int:
-    """Return a free port, which no outgoing connection can take; raises UserError after a hundred taken ones."""
+    """Return a free port that no outgoing connection can take. Raises UserError after 100 attempts."""
     for _ in range(100):
         port = random_port()
         with socket.socket() as listener, suppress(OSError):  # taken: try another

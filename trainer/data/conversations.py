@@ -170,7 +170,7 @@ class _Rendered:
                     raise UserError(f"{self._where}: the chat template {problem}; write each as a turn of its own")
                 continue
             if role != "system":
-                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
             self.lost[LOST_SYSTEM] = None
 
     def _is_written(self, text: str, turn: int, marked: Spans) -> bool:
@@ -199,7 +199,7 @@ class _Rendered:
             elif blocks:
                 found = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
-                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
             self.spans += [(start, end, weight) for start, end in found if start < end]
         self.spans.sort()
 
@@ -219,7 +219,7 @@ class _Rendered:
             self.lost[LOST_END] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
-        """Replace the places of images by their tokens, which are not trained."""
+        """Replace image placeholders by the images' tokens, which are not trained."""
         edits, is_animated = reader.edits(self.text, images, self._where)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:

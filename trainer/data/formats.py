@@ -201,7 +201,7 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     for mark, column in names.items():
         # Records without inputs need no such field.
         if column not in columns and not (mark == "input" and source.template_without_input):
-            raise UserError(f"{label}.template: {{{mark}}} is no field of the records, which have {listed(columns)}")
+            raise UserError(f"{label}.template: {{{mark}}} is not a field of the records, which have {listed(columns)}")
     return names
 
 

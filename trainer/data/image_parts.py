@@ -1,4 +1,4 @@
-"""The images of a conversation: parts of its turns, or `<image>` in their texts and a list; and their decoding."""
+"""Read and decode images of a conversation: parts of its turns, or `<image>` in texts with a list of images."""
 
 import base64
 import binascii

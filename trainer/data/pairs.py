@@ -56,7 +56,7 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
         _check_prompt(given, prompt, where)
         answers = [answer[len(prompt) :] for answer in answers]
     if answers[0] == answers[1]:
-        raise UserError(f"{where}: chosen and rejected are equal, and nothing can be preferred; remove the record")
+        raise UserError(f"{where}: chosen and rejected are equal, so neither can be preferred; remove the record")
     sides: list[Turns | Text] = []
     for name, answer in zip(SIDES, answers, strict=True):
         one = replace(shape, names={**shape.names, "completion": shape.names[name]})

@@ -51,7 +51,7 @@ class ImageReader:
 
     @property
     def key(self) -> str:
-        """Equal for processors that make the same tokens."""
+        """A hash that is equal for processors that produce the same tokens."""
         settings = f"{type(self._processor).__qualname__}{self._images.to_json_string()}{self._made_from[3]}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 

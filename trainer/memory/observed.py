@@ -41,7 +41,7 @@ SCAN = "mamba2_chunk_scan"
 
 @dataclass(frozen=True)
 class Kernels:
-    """What decides which tensors a layer keeps, next to the number of rows."""
+    """What determines, besides the number of rows, which tensors a layer keeps."""
 
     length: int
     """Tokens of the longest row, padding included."""
@@ -177,7 +177,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
 
 
 def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
-    """Return the number of rows above which each takes the same memory, since our kernels recompute from a size on."""
+    """Return the number of rows above which every row takes the same memory; our kernels recompute only large ones."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 

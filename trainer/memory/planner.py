@@ -40,7 +40,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Size of the samples: tokens of the longest, targets of the one with most, and their number."""
+    """Size of the samples: the most tokens, the most targets, and the number of samples."""
 
     longest: int
     targets: int

@@ -210,7 +210,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter has biases on layers without one, which cannot be merged."""
+    """Return a warning if the initial adapter adds biases to layers that have none: they cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []

@@ -69,10 +69,10 @@ def _give_head(base_model: str, section: ModelSection, model_config: Any) -> Any
 
 
 def _scale_rope(scaling: RopeScaling, text: Any) -> None:
-    """Set the scaling of the rotary embedding and the length that follows. Raises UserError if there is not one."""
+    """Set the scaling of the rotary embedding, and the context length. Raises UserError unless all layers share one."""
     known, own = f"model.rope_scaling.type={scaling.type}", getattr(text, "rope_parameters", None) or {}
     if "rope_theta" not in own or context_length(text) is None:
-        raise UserError(f"{known}: {text.model_type} has not one rotary embedding for all layers; remove it")
+        raise UserError(f"{known}: {text.model_type} has no single rotary embedding for all layers; remove it")
     original = scaling.original_max_position_embeddings or own.get("original_max_position_embeddings")
     original = original or text.max_position_embeddings
     kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}

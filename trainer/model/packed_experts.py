@@ -241,7 +241,7 @@ def experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) whose weight stays in 4-bit groups, dequantised for each product."""
+    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantised for each product."""
 
     def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
         """Take over the bias of `linear`; products are computed in the type of the layout of `weight`."""

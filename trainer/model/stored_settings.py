@@ -1,4 +1,4 @@
-"""Settings that a base does not support whose weights are stored in FP8 or 4 bits, and are kept so."""
+"""Settings that are not supported on bases with weights stored and kept in FP8 or 4 bits."""
 
 from typing import Any
 

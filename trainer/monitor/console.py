@@ -112,7 +112,7 @@ class Output:
         self._print(line, shown=True)
 
     def repeat_warnings(self) -> None:
-        """Print the run's warnings again, which the lines of its steps have moved out of sight."""
+        """Print the run's warnings again, since the step lines have scrolled them out of sight."""
         found = self.warnings
         if found:
             self.show(f"{len(found)} warning{'s' * (len(found) > 1)} of this run:")

@@ -40,7 +40,7 @@ class FinishedStep:
 
 
 class Hook:
-    """Does nothing; each hook overrides what it needs. All ranks call their hooks in one order, which may communicate.
+    """Does nothing; each hook overrides what it needs. All ranks call hooks in the same order, so they may communicate.
 
     Only `finish` is not called for a run that fails.
     """
@@ -118,7 +118,7 @@ class SkippedRecords(Hook):
 
 
 class History(Protocol):
-    """What a run remembers of its losses, also when it is resumed."""
+    """The recent losses of a run, which checkpoints keep."""
 
     latest_losses: list[float]
     spikes: int

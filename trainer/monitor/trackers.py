@@ -160,7 +160,7 @@ def _open_comet(wanted: _Wanted) -> OpenRun:
 
 
 def _open_tensorboard(wanted: _Wanted) -> OpenRun:
-    """Open an event file; TensorBoard hides what earlier files have after the steps that were done before."""
+    """Open an event file; TensorBoard hides the steps of earlier files that this run repeats."""
     from torch.utils.tensorboard import SummaryWriter, summary  # costs a second
 
     folder = wanted.folder / "tensorboard" / (re.sub(r"[^\w.-]+", "-", wanted.name).lstrip(".") or "run")

@@ -86,7 +86,7 @@ def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; return the guard of several adapters, whose norms have these `limits`."""
+    """Replace code of DeepSpeed's engine; return the guard of several adapters with these `limits` of their norms."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)

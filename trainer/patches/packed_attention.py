@@ -38,7 +38,7 @@ SUPPORT_FLAGS = {
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Let a model's block masks keep documents apart, also if its code gives them no positions (Granite 4.0 H)."""
+    """Let a model's block masks keep documents apart, even if its code passes no positions (Granite 4.0 H)."""
     modeling, decoder = sys.modules[type(base).__module__], base.base_model
     create = getattr(modeling, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):

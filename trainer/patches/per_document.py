@@ -122,7 +122,7 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places: Tensor | None = None) -> Any:
-    """Return results for each token as [B, L, ...]; of others, which are states, those of one part."""
+    """Return results for each token as [B, L, ...], and states as those of one part."""
     if isinstance(parts[0], tuple | list):
         return tuple(_join(items, shapes, shape, places) for items in zip(*parts, strict=True))
     if not all(isinstance(part, Tensor) and part.shape[:2] == own for part, own in zip(parts, shapes, strict=True)):

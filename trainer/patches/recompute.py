@@ -83,8 +83,8 @@ def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | No
     if not training.recompute_attention:
         if draws_in_attention(model):
             raise UserError(
-                "training.recompute_attention=false: the model drops attention probabilities, which are drawn again "
-                "with the layer; use auto"
+                "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
+                "layer is recomputed; use auto"
             )
         store, load = (offload.copy, offload.give_back) if offload else (_unchanged, _unchanged)
         run = partial(run, context_fn=partial(keep_attention, store, load))
@@ -313,6 +313,6 @@ class _Return(TorchDispatchMode):
 
 
 def draws_in_attention(model: Any) -> bool:
-    """Return whether the model drops attention probabilities, for which the recomputation would draw other numbers."""
+    """Return whether the model has attention dropout, for which recomputation would draw another mask."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

@@ -143,7 +143,7 @@ class Fit:
 
 
 def choose_held_out(count: int) -> set[int]:
-    """Choose an eighth of the places of `count` texts, at most 64; none of fewer than 64."""
+    """Choose 1/8 of the positions of `count` texts, at most 64; none if there are fewer than 64 texts."""
     # Groups of neighbours, so that pieces of one document are rarely on both sides.
     groups = min(count // MIN_TEXTS, MOST_GROUPS)
     begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBOURS // 2 for group in range(groups)]

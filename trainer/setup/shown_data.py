@@ -1,4 +1,4 @@
-"""What `zerolora inspect` shows of a run's data: of text (also pairs and text with images), and of images."""
+"""What `zerolora inspect` shows of a run's data: text (including pairs and text with images) or images."""
 
 from collections.abc import Iterable
 from itertools import islice

@@ -42,7 +42,7 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
-MEASURED_OF_TOKENS = ("entropy", "kl_bits")
+TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
 reference in bits, if the reference is computed in the step from the head's input."""
 PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false"
@@ -67,7 +67,7 @@ class Sums:
         self.add(torch.stack(found), training=training)
 
     def take(self, *, training: bool) -> list[float]:
-        """Return and forget the sums over all ranks; empty if nothing was added. Every rank must call it."""
+        """Return and reset the sums over all ranks; empty if nothing was added. Every rank must call it."""
         sums = self._sums.pop(training, None)
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
@@ -134,7 +134,7 @@ class PreferenceLoss(TokenLoss):
         return scores, losses
 
     def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
-        """Add the metrics of the tokens of answers, without those of mismatched answers."""
+        """Add the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
         is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
         counted = is_answer[_own_targets(batch, measures[LOSS])].nonzero().squeeze(1)
@@ -165,7 +165,7 @@ class PreferenceLoss(TokenLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
-        of_tokens = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
+        of_tokens = self._tokens.take_averages(TOKEN_METRICS, training=training)
         return self._sums.take_averages(MEASURED, training=training) | of_tokens
 
 
@@ -215,7 +215,7 @@ class KtoLoss(PreferenceLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
-        found = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
+        found = self._tokens.take_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.take(training=training)):
             return found
         *totals, baseline, calls = sums

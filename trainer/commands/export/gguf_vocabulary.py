@@ -19,7 +19,7 @@ from trainer.model.answers import end_of_turn
 
 # Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
+SPLIT_NAMES = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
 # The same rule with and without `ignore_merges`, which keeps words that are tokens.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 USE_SCRIPT = "convert what `zerolora merge` writes with llama.cpp's convert_hf_to_gguf.py"
@@ -166,7 +166,7 @@ def _find_split_name(state: dict[str, Any]) -> str:
         if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and own_rule and not whole_words:
             return "smollm"
         if kinds == ["Split", "ByteLevel"] and not own_rule:
-            name = NAMES_OF_SPLITS.get(steps[0]["pattern"].get("Regex", ""))
+            name = SPLIT_NAMES.get(steps[0]["pattern"].get("Regex", ""))
             if name == WHOLE_WORDS:
                 return WHOLE_WORDS if whole_words else MERGED_WORDS
             if name and not whole_words:

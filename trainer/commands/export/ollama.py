@@ -78,7 +78,7 @@ def chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Ch
 
 
 def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
-    """Derive the text around each turn from what the rendering grows by when the turn is added."""
+    """Derive the text around each turn from what adding the turn appends to the rendering."""
     chat: Messages = []
     text, around = "", {}
     for role in roles:

@@ -114,7 +114,7 @@ def _read(path: Path, shape: Any) -> Any:
 
 
 def changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
-    """Return (name, value, default) of changed settings and all settings as YAML, given training_config.json."""
+    """Return (name, value, default) of changed settings, and all settings with a value as YAML."""
     if not config:
         return [], ""
     given, defaults = flatten(config), _defaults(config)
@@ -123,7 +123,7 @@ def changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, st
         for name, value in given.items()
         if value != defaults.get(name) and name != "dataset.cache_dir"
     ]
-    return changed, dump(dict(config))
+    return changed, dump(_shown(dict(config)))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -148,7 +148,7 @@ def format_value(value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value with the names of cached hub models, and without the nulls of the entries of a list."""
+    """Return a value without nulls, and with the names of cached hub models instead of their paths."""
     if isinstance(value, list):
         return [_shown(entry) for entry in value]
     if isinstance(value, dict):

@@ -34,9 +34,8 @@ ANSWERS = "answers.json"
 """{prompt: {before or after: answer}}."""
 WHEN = ("before", "after")
 DIFFUSERS = "pytorch_lora_weights.safetensors"
-FILES = (
-    *(DIFFUSERS, "README.md", "adapter_model.safetensors", "training_config.json", "run.json", "metrics.jsonl", "logs"),
-)
+RESULTS = DIFFUSERS, "README.md", "adapter_model.safetensors"
+FILES = (*RESULTS, "training_config.json", "run.json", "metrics.jsonl", "logs")
 SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 SHORT_PHASE = 0.01

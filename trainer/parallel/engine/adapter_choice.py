@@ -18,7 +18,7 @@ class AdapterChoice:
 
     names: Sequence[str]
     selected: str | None = None
-    """The adapter of all rows, and the only one whose tensors are listed; None: `rows`, and those of all."""
+    """The adapter of all rows, and the only one with listed tensors; None: `rows`, and those of all."""
     rows: Sequence[tuple[str, int]] = ()
     """(adapter, tokens) of the rows of a common pass, in their order."""
     draws: dict[str, int] = field(default_factory=dict)

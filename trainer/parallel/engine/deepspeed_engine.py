@@ -158,11 +158,11 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)
-        _gather_with_the_adapted_layer(model)
+        _gather_with_adapted_layer(model)
     return engine
 
 
-def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
+def _gather_with_adapted_layer(model: torch.nn.Module) -> None:
     """Gather weights with their adapted layer: the fused operators read them without calling the layer's children."""
     import deepspeed
     from peft.tuners.lora import LoraLayer

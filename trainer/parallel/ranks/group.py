@@ -88,7 +88,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise UserError(
-                f"rank {ranks.rank} is number {ranks.local_rank} on {host_name()}, but sees only "
+                f"rank {ranks.rank} has local rank {ranks.local_rank} on {host_name()}, but sees only "
                 f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
             )
         torch.cuda.set_device(device)

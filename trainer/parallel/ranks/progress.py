@@ -13,7 +13,7 @@ LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", 
 WAITING_PHASE = "meet"
 
 # The device still computes after these have ended on the host: their time counts as that of the steps.
-OF_A_STEP = frozenset(("data", "backward", "optimizer step", "reduce"))
+STEP_PHASES = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
 class Progress:
@@ -32,7 +32,7 @@ class Progress:
         self.write_step: Callable[[int, int], None] | None = None
         """Writes the step and the first step at once; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """Marks the device's work of this step when a phase of OF_A_STEP begins; set by the watchdog."""
+        """Marks the device's work of this step when a phase of STEP_PHASES begins; set by the watchdog."""
         self._first_step_at: float | None = None
         self._start_has_ended = False
 
@@ -56,13 +56,13 @@ class Progress:
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
         self._change(outer if outer[-1:] == (name,) else (*outer, name))
-        if self.mark_device is not None and name in OF_A_STEP:
+        if self.mark_device is not None and name in STEP_PHASES:
             self.mark_device(self.step)
         try:
             yield
         finally:
             self._change(outer)
-            if not outer and name not in OF_A_STEP:
+            if not outer and name not in STEP_PHASES:
                 self.seconds[name] = self.seconds.get(name, 0.0) + self.changed_at - begun
 
     def _change(self, phases: tuple[str, ...]) -> None:

@@ -268,7 +268,7 @@ def _waits_for_others(beat: Heartbeat) -> bool:
 
 
 def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang:
-    """Return the ranks behind and one sentence on them."""
+    """Return the ranks that the others wait for, and a sentence that describes the hang."""
     quiet = set(silent)
     behind = ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]

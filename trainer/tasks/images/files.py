@@ -30,7 +30,7 @@ DIFFUSERS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 METADATA = "lora_adapter_metadata"
 """Metadata key under which diffusers stores PEFT's settings."""
-OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
+DIFFUSERS_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
 KOHYA_NAMES = Path(__file__).with_name("kohya.yaml")
 
 
@@ -39,7 +39,7 @@ def write_for_diffusers(folder: Path) -> None:
     tensors, settings = read_tensors(folder), read_adapter_settings(folder)
     part = next(iter(tensors)).partition(".")[0]
     layers = {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in tensors if ".lora_A" in name}
-    metadata = {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
+    metadata = {f"{part}.{name}": settings[name] for name in DIFFUSERS_SETTINGS if name in settings}
     metadata[f"{part}.target_modules"] = sorted(layers)
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     save_file(tensors, folder / DIFFUSERS, metadata=text)

@@ -1,4 +1,4 @@
-"""All checks and data of a run on images, before a weight of the denoiser is loaded."""
+"""Check a run on images and prepare its data, before any weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
 
