@@ -17,10 +17,10 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest, shown
 from trainer.config.yaml_core import plain
 from trainer.contract.home import HOME
-from trainer.contract.hub_patience import PATIENCE_S
 from trainer.contract.output_files import check_settings_file
 
 CONFIGS = HOME / "configs"
+HUB_TIMEOUT_S = 4.0
 # Name of a preset -> file in configs/.
 _SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
     mixtral-8x7b scu-kl dpo kto reward vision sdxl sd3.5-medium flux-dev flux2-klein"""
@@ -110,7 +110,7 @@ def _can_be_read(model: str | None, data: str | None) -> bool:
         if isinstance(try_to_load_from_cache(model, MODEL_FILES[0]), str):
             return True
         address = hf_hub_url(model, MODEL_FILES[0])
-        return bool(get_session().head(address, headers=build_hf_headers(), timeout=PATIENCE_S).status_code < 400)
+        return bool(get_session().head(address, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S).status_code < 400)
     return False
 
 

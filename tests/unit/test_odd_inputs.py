@@ -123,7 +123,7 @@ class RecordedKeys(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - this is that method
+        return self[key] if key in self else default
 
     def keys(self) -> Any:
         return KeysView(self)
