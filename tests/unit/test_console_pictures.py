@@ -28,7 +28,7 @@ def test_a_picture_shows_the_command_of_the_tutorial(name: str) -> None:
 
 
 def test_pages_show_every_picture() -> None:
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs" / "tutorials").glob("*.md")])
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*/*.md")])
     assert [file.name for file in IMAGES.iterdir() if f"images/{file.name})" not in pages] == []
 
 

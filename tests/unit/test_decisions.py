@@ -158,7 +158,7 @@ def test_a_head_that_turns_out_otherwise_is_said() -> None:
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
     rules = {"why_not_flat", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
-    may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_fp8.py"}
+    may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_settings.py"}
     callers = {
         path.name
         for path in TRAINER.rglob("*.py")

@@ -103,7 +103,7 @@ def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(
         "--module", "trainer.train", "c.yaml", "--world-size=2",
     )  # fmt: skip
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="no pdsh"):
+    with pytest.raises(UserError, match="pdsh is not installed"):
         hostfile_command([], hostfile=Path("h"), slots={"a": [0]}, address="a", port=1, environment_file=Path("/e"))
 
 
@@ -147,7 +147,7 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="ranks on a take GPUs from 0 up"):
         mpirun_command([], {"a": [2, 3]})
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="no mpirun"):
+    with pytest.raises(UserError, match="mpirun is not installed"):
         mpirun_command([], {"a": [0, 1]})
 
 

@@ -391,7 +391,7 @@ def test_experts_and_several_files_are_written_in_the_same_format(
     store_in_four_bits(base, form)
     run = find_run(run_dir, allow_mismatch=True)
     wanted = load(merge(run, tmp_path / "wide", dtype="fp32")).state_dict()
-    monkeypatch.setattr("trainer.commands.merge.SHARD_SIZE", "100KB")
+    monkeypatch.setattr("trainer.commands.merged_model.SHARD_SIZE", "100KB")
     stored = merge(run, tmp_path / "stored", dtype="stored")
     assert len(list(stored.glob("*.safetensors"))) > 2
     settings = load_model_config(str(stored), ModelSection())

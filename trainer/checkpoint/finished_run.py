@@ -75,7 +75,7 @@ def find_run(
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
-        if Path(base_model).is_file():
+        if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
             raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
         section = config.model.model_copy(update={"revision": None})
         config = config.model_copy(update={"base_model": base_model, "model": section})

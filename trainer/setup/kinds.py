@@ -104,4 +104,4 @@ def refuse_unsupported(run: FinishedRun, use: str) -> None:
     """Raise UserError if `use`, a command or its option, has no meaning for the run's task."""
     task = task_of(run)
     if reason := task.unsupported.get(use):
-        raise UserError(f"{run.folder}: the adapter is of {task.title}, and {reason}")
+        raise UserError(f"{run.folder}: the adapter belongs to {task.title}, and {reason}")

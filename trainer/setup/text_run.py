@@ -87,8 +87,8 @@ def refuse_image_settings(config: RunConfig) -> None:
     """Raise UserError for a setting of image models in a run on a language model."""
     for setting in find_settings_of_other_tasks(config, "language" if config.task == "auto" else config.task):
         raise UserError(
-            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
-            f"(no {INDEX} in it); remove it"
+            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is not "
+            f"one (no {INDEX} in it); remove it"
         )
 
 
