@@ -4,6 +4,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -184,7 +185,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str,
     if memory:
         shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(("time", duration(training_seconds(records)), f"{steps:,.0f} steps"))
+    shown.append(("time", str(timedelta(seconds=round(training_seconds(records)))), f"{steps:,.0f} steps"))
     return shown
 
 
@@ -256,13 +257,3 @@ def median_rate(records: list[Record]) -> float | None:
 
 def _change(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{int(minutes)} min {int(seconds) % 60} s"
-    return f"{int(hours)} h {int(minutes) % 60} min"
