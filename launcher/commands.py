@@ -187,7 +187,8 @@ def build_command() -> Any:
             if option.param_type_name == "argument":
                 option.display_type_rich = lambda ctx: None
             else:
-                option.metavar = "" if option.is_flag else VALUES.get(option.display_type_rich(context), option.metavar)
+                kind = option.display_type_rich(context).replace("<int range>", "<int>").partition(" ")[0]
+                option.metavar = "" if option.is_flag else VALUES.get(kind, option.metavar)
     return command
 
 

@@ -105,7 +105,7 @@ def submit(
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node, without GPUs.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of one start; the job is then queued again.")] = "24:00:00",
-    grace: Annotated[int, typer.Option(min=1, max=MOST_GRACE_S, help="Seconds before it to save the run in.")] = 300,
+    grace: Annotated[int, typer.Option(min=1, max=MOST_GRACE_S, help="Seconds before the limit, for saving.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
     qos: Annotated[str | None, typer.Option(help="SLURM's quality of service.")] = None,
