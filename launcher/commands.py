@@ -187,7 +187,8 @@ def build_command() -> Any:
             if option.param_type_name == "argument":
                 option.display_type_rich = lambda ctx: None
             else:
-                option.metavar = "" if option.is_flag else VALUES.get(option.display_type_rich(context), option.metavar)
+                kind = option.display_type_rich(context).replace("<int range>", "<int>").partition(" ")[0]
+                option.metavar = "" if option.is_flag else VALUES.get(kind, option.metavar)
     return command
 
 
@@ -222,9 +223,11 @@ def _describe_usage_error(error: Any) -> str:
     option = getattr(error, "option_name", None)
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
-    if names and "valid integer" in error.format_message():  # pydantic's message has no value
+    message = error.format_message()
+    if names and "Input should be " in message:  # pydantic's message has no value
         given = next(
             (after for name, after in pairwise(" ".join(sys.argv).replace("=", " ").split()) if name in names), ""
         )
-        return f"{' '.join([*names][:1])} {given}".strip() + ": must be a whole number"
-    return f"{option}: settings are written without dashes: {override}" if override else error.format_message()
+        wanted = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
+        return f"{' '.join([*names][:1])} {given}".strip() + f": must be {wanted}"
+    return f"{option}: settings are written without dashes: {override}" if override else message

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -34,80 +33,28 @@ RESUME = "training.resume_from_checkpoint"
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
-@dataclass(frozen=True)
-class Job:
-    """Options of a job; None leaves one to the cluster."""
+def sbatch_options(named: Mapping[str, str | int | None], more: Sequence[str]) -> list[str]:
+    """Return sbatch's options, without those left to the cluster (None). Raises UserError for empty or long ones."""
+    for name, value in named.items():
+        if isinstance(value, str) and not value.strip():
+            raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
+    given = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *more]
+    for option in given:
+        if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
+            raise UserError(f"{option!r}: must be one line, with its dashes, such as --mem=0")
+    return ["--requeue", "--open-mode=append", *given]
 
-    nodes: int = 1
-    gpus_per_node: int = 8
-    ranks_per_node: int | None = None
-    """Only without GPUs; with GPUs there is one rank for each."""
-    cpus_per_task: int | None = None
-    time: str = "24:00:00"
-    grace: int = 300
-    """Seconds before the time limit at which the run is saved."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    name: str | None = None
-    array: str | None = None
-    dependency: str | None = None
-    max_requeues: int = 20
-    more: Sequence[str] = ()
-    """Other options of sbatch, such as `--mem=0`."""
 
-    def options(self, output: str) -> list[str]:
-        """Return the options of sbatch. Raises UserError for numbers out of range and for empty names."""
-        for option, least_one in (
-            ("nodes", self.nodes),
-            ("ranks-per-node", self.ranks_per_node),
-            ("cpus-per-task", self.cpus_per_task),
-        ):
-            if least_one is not None and least_one < 1:
-                raise UserError(f"--{option} {least_one}: must be 1 or more")
-        for option, number in (("--gpus-per-node", self.gpus_per_node), ("--max-requeues", self.max_requeues)):
-            if number < 0:
-                raise UserError(f"{option} {number}: must be 0 or more")
-        self._check_time()
-        if self.gpus_per_node and self.ranks_per_node is not None:
-            raise UserError("--ranks-per-node: must be left out with GPUs (a rank each); or set --gpus-per-node 0")
-        tasks = self.gpus_per_node or self.ranks_per_node or 1
-        named = {
-            "job-name": self.name,
-            "nodes": self.nodes,
-            "gpus-per-node": self.gpus_per_node or None,
-            "ntasks-per-node": tasks,
-            "cpus-per-task": self.cpus_per_task,
-            "time": self.time,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "array": self.array,
-            "dependency": self.dependency,
-            "signal": f"B:USR1@{self.grace}",
-            "open-mode": "append",
-            "output": output,
-            "comment": COMMENT + str(Path(output).parent.parent),
-        }
-        for name, value in named.items():
-            if isinstance(value, str) and not value.strip():
-                raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
-        given = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
-        for option in given:
-            if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
-                raise UserError(f"{option!r}: must be one line, with its dashes, such as --mem=0")
-        return ["--requeue", *given]
-
-    def _check_time(self) -> None:
-        limit_s = parse_time_limit(self.time)
-        if not 1 <= self.grace <= MOST_GRACE_S:
-            raise UserError(f"--grace {self.grace}: must be 1 to {MOST_GRACE_S} seconds")
-        if limit_s is not None and limit_s < self.grace + EARLIER_S + SHORTEST_S:
-            raise UserError(
-                f"--time {self.time}: is {limit_s} s; the last {self.grace} (--grace) and up to {EARLIER_S} before are "
-                f"for saving, so no step would be completed; use --time {-(-(self.grace + 600) // 60)} or a smaller "
-                "--grace"
-            )
+def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
+    """Raise UserError for ranks in addition to GPUs, and for a time limit that leaves no step before `grace`."""
+    if gpus and ranks is not None:
+        raise UserError("--ranks-per-node: must be left out with GPUs (a rank each); or set --gpus-per-node 0")
+    limit_s = parse_time_limit(time)
+    if limit_s is not None and limit_s < grace + EARLIER_S + SHORTEST_S:
+        raise UserError(
+            f"--time {time}: is {limit_s} s; the last {grace} (--grace) and up to {EARLIER_S} before are for saving, "
+            f"so no step would be completed; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
+        )
 
 
 def parse_time_limit(time: str) -> int | None:
@@ -153,12 +100,12 @@ def _check_array(array: str | None, lines: list[str]) -> None:
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")] = None,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, per node; 0 without GPUs.")] = 8,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node, without GPUs.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option(help="Cores per rank.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs, and so ranks, per node; 0: none.")] = 8,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node, without GPUs.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of one start; the job is then queued again.")] = "24:00:00",
-    grace: Annotated[int, typer.Option(help="Seconds before the time limit at which the run is saved.")] = 300,
+    grace: Annotated[int, typer.Option(min=1, max=MOST_GRACE_S, help="Seconds before the limit, for saving.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
     qos: Annotated[str | None, typer.Option(help="SLURM's quality of service.")] = None,
@@ -166,7 +113,7 @@ def submit(
     array: Annotated[str | None, typer.Option(help="Tasks of an array, `0-7%2`; default with --sweep: all.")] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="Values to try, `seed=1,2,3`; may be repeated.")] = None,
     dependency: Annotated[str | None, typer.Option(help="SLURM's dependency, such as `afterok:123`.")] = None,
-    max_requeues: Annotated[int, typer.Option(help="How often the job may be queued again.")] = 20,
+    max_requeues: Annotated[int, typer.Option(min=0, help="How often the job may be queued again.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
 ) -> None:
@@ -176,21 +123,35 @@ def submit(
     lines = expand_sweep(sweep or [], run_dir, given)
     load_runs(config, given, lines)
     _check_array(array, lines)
-    job = Job(
-        nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
-        job_name or run_dir.name, array or (f"0-{len(lines) - 1}" if lines else None), dependency, max_requeues,
-        sbatch or (),
-    )  # fmt: skip
+    check_job(time, grace, gpus_per_node, ranks_per_node)
+    array = array or (f"0-{len(lines) - 1}" if lines else None)
     logs = run_dir / "logs"
+    # SLURM's pattern for the log: one file per task of an array, reused by later starts.
+    pattern = str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
+    options: dict[str, str | int | None] = {
+        "job-name": job_name or run_dir.name,
+        "nodes": nodes,
+        "gpus-per-node": gpus_per_node or None,
+        "ntasks-per-node": gpus_per_node or ranks_per_node or 1,
+        "cpus-per-task": cpus_per_task,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "array": array,
+        "dependency": dependency,
+        "signal": f"B:USR1@{grace}",
+        "output": pattern,
+        "comment": f"{COMMENT}{run_dir}",
+    }
     arguments = [str(config.absolute()), *given, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
-    script = render(job, arguments, logs)
+    script = render(sbatch_options(options, sbatch or ()), arguments, max_requeues)
     if dry_run:
         typer.echo(script, nl=False)
         return
     files = {logs / JOB_SCRIPT: script} | ({logs / SWEEP_FILE: "\n".join([*lines, ""])} if lines else {})
     number = _run_sbatch(logs / JOB_SCRIPT, files)
     say(f"job {number}: `zerolora status {number}` shows its progress")
-    pattern = build_log_pattern(logs, array=job.array is not None)
     typer.echo(f"{number} {pattern.replace('%A', number).replace('%j', number)}")
 
 
@@ -225,21 +186,15 @@ def _join_lines(text: str) -> str:
     return "; ".join(filter(None, words))
 
 
-def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
-    """Return slurm/train.sbatch with the job's options and the command's arguments."""
-    options = job.options(build_log_pattern(logs, array=job.array is not None))
+def render(options: Sequence[str], arguments: Sequence[str], max_requeues: int) -> str:
+    """Return slurm/train.sbatch with sbatch's options and the command's arguments."""
     # SLURM reads options only before the first command.
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
-    variables = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"ZEROLORA_MAX_REQUEUES={job.max_requeues}"]
+    variables = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"ZEROLORA_MAX_REQUEUES={max_requeues}"]
     given = [*variables, f"set -- {shlex.join(arguments)}"]
     return "\n".join([*head, body[0], *given, *body[1:]]) + "\n"
-
-
-def build_log_pattern(logs: Path, *, array: bool) -> str:
-    """Return SLURM's pattern for a job's log: one file per task of an array, reused by later starts."""
-    return str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:

@@ -1,16 +1,14 @@
 """`zerolora doctor`: find what would stop or slow down a run before it starts, with a fix for each problem."""
 
-import base64
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -51,9 +49,6 @@ LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
-# srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.
-PIECE = 400
-_PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
 HOST_PATIENCE_S = 300.0
 
 
@@ -76,8 +71,7 @@ def doctor(
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(visible_gpus()) or CPU_RANKS, port=None)
-        for line in format_answers(host_name(), checks):
-            typer.echo(line)
+        typer.echo(f"{MARK}{host_name()} {json.dumps([asdict(check) for check in checks])}")
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
@@ -230,24 +224,24 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(lambda host: _run_elsewhere([*SSH, host, line]), hosts))
-    checks: list[Check] = []
-    for host, done in zip(hosts, answers, strict=True):
-        fix = "run `zerolora doctor` there"
-        failed = Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", fix, host)
-        checks += parse_answers(done.stdout) or [failed]
-    return [check for check in checks if check.host != host_name()]
+    return _ask({host: [*SSH, host, line] for host in hosts})
 
 
 def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on every node of an allocation except this one, and return its checks."""
-    count = len(allocation.nodes)
-    srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
-    done = _run_elsewhere([*srun, f"--nodelist={','.join(allocation.nodes)}", *_local_doctor_command(arguments)])
-    checks = parse_answers(done.stdout)
-    silent = set(allocation.nodes) - {check.host for check in checks}
-    checks += [Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "sinfo -R", node) for node in silent]
+    srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
+    command = _local_doctor_command(arguments)
+    return _ask({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
+
+
+def _ask(commands: Mapping[str, Sequence[str]]) -> list[Check]:
+    """Run a command for each host, and return the checks that doctors on other hosts printed."""
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(_run_elsewhere, commands.values()))
+    checks: list[Check] = []
+    for host, done in zip(commands, answers, strict=True):
+        failed = Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "run `zerolora doctor` there", host)
+        checks += parse_answer(done.stdout, host) or [failed]
     return [check for check in checks if check.host != host_name()]
 
 
@@ -255,27 +249,12 @@ def _local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
-def format_answers(host: str, checks: Sequence[Check]) -> Iterator[str]:
-    """Encode checks as short lines, which arrive whole among the output of other hosts."""
-    text = base64.b64encode(json.dumps([asdict(check) for check in checks]).encode()).decode()
-    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-    for number, piece in enumerate(pieces):
-        yield f"{MARK}{host} {number} {len(pieces)} {piece}"
-
-
-def parse_answers(printed: str) -> list[Check]:
-    """Return the checks that doctors on other hosts printed, without hosts with missing or damaged lines."""
-    pieces: dict[tuple[str, int], dict[int, str]] = {}
-    for host, number, count, piece in _PIECE.findall(printed):
-        pieces.setdefault((host, int(count)), {})[int(number)] = piece
-    checks: list[Check] = []
-    for (host, count), found in pieces.items():
-        with suppress(ValueError, UnreadableFile):
-            text = (
-                base64.b64decode("".join(found[number] for number in sorted(found))) if len(found) == count else b"[]"
-            )
-            checks += [replace(check, host=host) for check in parse_json(text, Path(host), list[Check])]
-    return checks
+def parse_answer(printed: str, host: str) -> list[Check]:
+    """Return the checks that the doctor of a host printed after MARK; none if they are missing or damaged."""
+    with suppress(UnreadableFile):
+        name, _, text = printed.rpartition(MARK)[2].partition("\n")[0].partition(" ")
+        return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]
+    return []
 
 
 def _run_elsewhere(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

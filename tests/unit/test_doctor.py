@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run, format_answers, parse_answers, show
+from launcher.doctor.command import _ask, _run, show
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -27,7 +27,7 @@ from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
-from trainer.contract.json_records import Check
+from trainer.contract.json_records import MARK, Check
 from trainer.parallel.ranks.agreement import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -204,11 +204,12 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
     assert found is None and "no answer within 1 s" in words
 
 
-def test_answers_of_hosts_arrive_whole_though_their_lines_are_mixed() -> None:
-    long, short = Check("disk", "OK", "x" * 700), Check("gpu", "WARN", "none", "a fix")
-    checks = {host: [replace(check, host=host) for check in (long, short)] for host in "ab"}
-    lines = {host: list(format_answers(host, found)) for host, found in checks.items()}
-    assert all(len(line) < 500 for host in lines for line in lines[host]) and len(lines["a"]) > 2
-    mixed = ["srun: noise", *(line for pair in zip(lines["a"], lines["b"], strict=True) for line in pair)]
-    assert sorted(parse_answers("\n".join(mixed)), key=lambda check: check.host) == [*checks["a"], *checks["b"]]
-    assert parse_answers("\n".join([*lines["a"], *lines["b"][:-1]])) == checks["a"]
+def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
+    found = [asdict(Check("disk", "OK", "x" * 700)), asdict(Check("gpu", "WARN", "none", "a fix"))]
+    (tmp_path / "answer").write_text(f"a notice\n{MARK}a {json.dumps(found)}\n")
+    good, damaged = ["cat", str(tmp_path / "answer")], ["head", "-c", "500", str(tmp_path / "answer")]
+    checks = _ask({"a": good, "b": damaged, "c": ["sh", "-c", "echo no route >&2; exit 1"], "d": ["/missing/srun"]})
+    assert [(check.host, check.name, check.state) for check in checks] == [
+        ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
+    ]  # fmt: skip
+    assert checks[3].found == "does not run there: no route"

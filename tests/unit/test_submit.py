@@ -1,6 +1,7 @@
 """`zerolora submit` and `zerolora status` without a cluster: the script, the sweep, and a run's folder."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launcher.commands import app
+from launcher.commands import app, main
 from launcher.status import describe_job, describe_run, find_run_dir
-from launcher.submit import TEMPLATE, Job, expand_sweep, parse_time_limit, render
+from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render, sbatch_options
 from trainer.config import UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.heartbeat import Folder, Heartbeat
@@ -64,23 +65,38 @@ def test_the_script_is_the_one_in_the_checkout_with_other_options(config: Path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
-    options = Job(gpus_per_node=0, ranks_per_node=2).options("o")
-    assert "--ntasks-per-node=2" in options and not [word for word in options if "gpu" in word]
+def test_a_cpu_cluster_has_no_gpus_to_ask_for(config: Path) -> None:
+    options = options_of(dry_run(config, "--gpus-per-node", "0", "--ranks-per-node", "2"))
+    assert "--ntasks-per-node=2" in options and not [word for word in options if word.startswith("--gpu")]
 
 
 @pytest.mark.parametrize(
-    "job",
+    "options",
     [
-        Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1), Job(cpus_per_task=0),
-        Job(partition=""), Job(qos=" "), Job(dependency=""),
-        Job(partition="a\n#SBATCH --exclusive"), Job(more=["--mem=0\nrm x"]), Job(more=[""]),
-        Job(more=["mem=0"]), Job(ranks_per_node=4),
+        ("--nodes", "0"), ("--gpus-per-node", "-1"), ("--ranks-per-node", "0"), ("--cpus-per-task", "0"),
+        ("--grace", "-5"), ("--grace", "0"), ("--grace", "65536"), ("--max-requeues", "-1"),
     ],
 )  # fmt: skip
-def test_impossible_numbers_and_empty_names_are_refused(job: Job) -> None:
-    with pytest.raises(UserError, match=r"must (not )?be"):
-        job.options("o")
+def test_impossible_numbers_are_refused(
+    config: Path, options: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["zerolora", "submit", str(config), *options, "--dry-run"])
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert re.match(rf"error: {' '.join(options)}: must be (greater|less) than or equal to \d+;", printed.err)
+    assert printed.err.count("\n") == 1 and not printed.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--partition", ""), ("--qos", " "), ("--dependency", ""), ("--partition", "a\n#SBATCH --exclusive"),
+        ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--ranks-per-node", "4"),
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused(config: Path, options: tuple[str, str]) -> None:
+    done = CliRunner().invoke(app, ["submit", str(config), *options, "--dry-run"])
+    assert isinstance(done.exception, UserError) and re.search(r"must (not )?be", str(done.exception))
 
 
 @pytest.mark.parametrize(
@@ -97,20 +113,17 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("time", "message"),
     [
-        (Job(time="0:03:00"), "--time 0:03:00: is 180 s; the last 300 (--grace) and up to 60 before"),
-        (Job(time="6"), "use --time 15 or a smaller --grace"),
-        (Job(grace=-5), "--grace -5: must be 1 to 65535 seconds"),
-        (Job(grace=0), "--grace 0: must be"),
-        (Job(time="tomorrow"), "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
-        (Job(max_requeues=-1), "--max-requeues -1: must be 0 or more"),
+        ("0:03:00", "--time 0:03:00: is 180 s; the last 300 (--grace) and up to 60 before"),
+        ("6", "use --time 15 or a smaller --grace"),
+        ("tomorrow", "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],
 )
-def test_too_short_time_limits_are_refused(job: Job, message: str) -> None:
-    with pytest.raises(UserError) as refused:
-        job.options("o")
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+def test_too_short_time_limits_are_refused(config: Path, time: str, message: str) -> None:
+    done = CliRunner().invoke(app, ["submit", str(config), "--time", time])
+    assert isinstance(done.exception, UserError)
+    assert message in str(done.exception) and "\n" not in str(done.exception)
 
 
 def test_a_refused_submit_leaves_nothing(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +208,7 @@ def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
 
 
 def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path) -> None:
-    script = render(Job(name="a b"), ["my config.yaml", "x='y'"], tmp_path)
+    script = render(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
     assert "#SBATCH '--job-name=a b'" in script
     assert shlex.split(next(line for line in script.splitlines() if line.startswith("set -- ")))[2:] == [
         "my config.yaml", "x='y'",

@@ -5,13 +5,14 @@ text next to it. Colours are CSS variables of the page, so that charts follow it
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
+from trainer.config.yaml_core import read_yaml
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
@@ -26,6 +27,7 @@ from trainer.monitor.report.curves import (
 SIDE = 1000
 MOST_POINTS = 1200
 TICKS = 5
+CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree["charts"]
 
 
 @dataclass(frozen=True)
@@ -58,67 +60,35 @@ class Chart:
 
 
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
-    """Return a chart for every metric that has values, in reading order."""
-    training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
-    loss = _mean_curves(training, "blue", "training")
-    if len(held_out):
-        loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_label(records)))
-    if len(steps := series(records, "eval/kept_step").values):
-        saved = Series(steps[-1:], series(records, "eval/kept_loss").values[-1:])
-        loss += (Curve(saved, "dots", "green", f"kept: step {int(steps[-1]):,}"),)
-    unit = find_unit(records)
-    memory, rate = series(records, "memory/peak_gib"), series(records, unit.rate)
-    norm = series(records, "train/grad_norm")
-    found = [
-        Chart("Loss", unit.loss, loss, wide=True),
-        _reward_chart(records, "margins", "Reward margin", "chosen - rejected, nats"),
-        _reward_chart(records, "accuracies", "Reward accuracy", "chosen > rejected"),
-        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0),
-        Chart("Gradient norm", "L2", _mean_curves(norm, "blue", "before clipping"), low=0.0),
-        Chart("Throughput", f"{unit.name}/s per rank", _mean_curves(rate, "green", "per rank"), low=0.0),
-        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
-        *_scu_charts(records, deadband),
-    ]
-    kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
-    return [chart for chart in kept if any(len(curve.line.finite()) for curve in chart.curves)]
+    """Return the charts of charts.yaml that have values; that of S has a band of `deadband` around the target."""
+    unit, kept, target = find_unit(records), series(records, "eval/kept_step").values, series(records, "scu/target")
+    words = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": held_out_label(records)}
+    words["kept"] = f"kept: step {int(kept[-1]):,}" if len(kept) else ""
+    found = []
+    for row in CHARTS:
+        shown = [_curves(records, curve, words) for curve in row["curves"]]
+        curves = tuple(curve for each in shown for curve in each if len(curve.line))
+        is_measured = "needs" not in row or len(series(records, row["needs"]))
+        if is_measured and any(len(curve.line.finite()) for curve in curves):
+            band = None
+            if row.get("banded") and deadband and len(target):
+                band = (100 * (target.values[-1] - deadband), 100 * (target.values[-1] + deadband))
+            unit_text = row.get("unit", "").format(**words)
+            chart = Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row)
+            found.append(chart)
+    return found
 
 
-def _reward_chart(records: list[Record], name: str, title: str, unit: str) -> Chart:
-    training = _mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
-    held_out = series(records, f"eval/rewards/{name}").finite()
-    curves = (*training, Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", "held out"))
-    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True)
-
-
-def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
-    s_ratio, s_smoothed, target = (series(records, f"scu/{name}") for name in ("s_ratio", "s_smoothed", "target"))
-    bits, bits_smoothed = series(records, "scu/kl_bits"), series(records, "scu/kl_smoothed")
-    goal = 100 * target.values[-1] if len(target) else None
-    band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
-    s_series = (_scale(s_ratio, 100), _scale(s_smoothed, 100), _scale(target, 100))
-    s_curves = _scu_curves(*s_series, "S") if len(s_ratio) else ()
-    k_curves = _scu_curves(bits, bits_smoothed, target, "K") if len(bits) else ()
-    data = _mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
-    return [
-        Chart("SCU: S", "%", s_curves, low=0.0, band=band),
-        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0),
-        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0),
-        Chart("SCU: DataBPT, information in the data", "bits per token", data),
-        # Not in one chart with DataBPT: at an S of 1 or 2 % it would be a line along the bottom of the axis.
-        Chart("SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0),
-    ]
-
-
-def _scu_curves(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
-    return (
-        Curve(measured, "pale", "blue", f"{name} of the step"),
-        Curve(smoothed, "line", "blue", f"{name} smoothed"),
-        Curve(target, "dashed", "orange", "target"),
-    )
-
-
-def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
-    return (Curve(series(records, name), "line", "blue"),)
+def _curves(records: list[Record], row: dict[str, Any], words: dict[str, str]) -> tuple[Curve, ...]:
+    name, label = row["of"].format(**words), row.get("label", "").format(**words)
+    colour, kind = row.get("colour", "blue"), row.get("as", "line")
+    line = series(records, name)
+    if name == "eval/kept_loss":
+        line = Series(series(records, "eval/kept_step").values[-1:], line.values[-1:])
+    elif name.startswith("eval/"):
+        line = line.finite()
+    line = Series(line.steps, row.get("times", 1) * line.values)
+    return _mean_curves(line, colour, label) if kind == "mean" else (Curve(line, kind, colour, label),)
 
 
 def _mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
@@ -219,7 +189,3 @@ def number(value: float) -> str:
         return f"{value:.4g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def _scale(line: Series, factor: float) -> Series:
-    return Series(line.steps, factor * line.values)

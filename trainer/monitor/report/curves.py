@@ -106,8 +106,8 @@ def choose_window(count: int) -> int | None:
 
 
 def held_out_label(records: list[Record]) -> str:
-    """Return the legend of the held-out losses, with the losses before and after training."""
+    """Return the legend of the held-out losses, with the losses before and after training, or the only one."""
     held_out = HeldOut.from_records(records)
     if held_out is None:
-        return f"held out, {series(records, 'eval/loss').finite().values[0]:.3f}"
+        return ", ".join(["held out", *(f"{loss:.3f}" for loss in series(records, "eval/loss").finite().values)])
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

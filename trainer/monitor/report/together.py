@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import Chart, charts, draw, render
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, TEMPLATE, duration, median_rate, metric_values, training_seconds
+from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8
@@ -113,7 +114,7 @@ def _outcome(run: Recorded) -> list[str]:
         f"{_last_tenth(losses):.4f}" if losses else "",
         f"{rate:,.{unit.digits}f} {unit.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
-        duration(training_seconds(run.records)),
+        str(timedelta(seconds=round(training_seconds(run.records)))),
     ]
 
 

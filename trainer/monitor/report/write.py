@@ -3,20 +3,24 @@
 import math
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
 from rich.markup import escape
 
 from trainer.config import UserError
+from trainer.config.yaml_core import read_yaml
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import charts, draw, render
-from trainer.monitor.report.curves import IMAGES, TOKENS, BatchUnit, HeldOut, find_unit, series
+from trainer.monitor.report.curves import HeldOut, find_unit, series
 from trainer.monitor.report.recorded import (
     changed_settings,
     hub_name,
@@ -30,6 +34,7 @@ from trainer.monitor.report.recorded import (
 from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE, TEMPLATE = "report.html", "page.html.jinja"
+SUMMARY: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("summary.yaml")).tree
 ANSWERS = "answers.json"
 """{prompt: {before or after: answer}}."""
 WHEN = ("before", "after")
@@ -180,7 +185,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str,
     if memory:
         shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(("time", duration(training_seconds(records)), f"{steps:,.0f} steps"))
+    shown.append(("time", str(timedelta(seconds=round(training_seconds(records)))), f"{steps:,.0f} steps"))
     return shown
 
 
@@ -188,104 +193,46 @@ def summary_rows(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the summary tables as (title, rows of name and value), without what the run did not record."""
-    groups = [
-        ("Model and data", _model_rows(config, find_unit(records)) if config else []),
-        ("Training", _training_rows(records, config, run)),
-        ("Results", _result_rows(records)),
-        ("Ran on", _machine_rows(run) if run else []),
-    ]
-    return [(title, rows) for title, rows in groups if rows]
+    names = sorted({name for record in records for name in record})
+    known: dict[str, Any] = {
+        "config": config,
+        "run": run,
+        "unit": find_unit(records),
+        "held_out": HeldOut.from_records(records),
+        "rate": median_rate(records),
+        "steps": max(record["step"] or 0 for record in records),
+        "skipped": [name for name in names if name.startswith("data/skipped/")],
+        "of": partial(metric_values, records),
+        "hub_name": hub_name,
+        "data_names": _data_names,
+        "quote": shlex.join,
+        "LN_2": math.log(2),
+    }
+    recorded = {"Model and data": config, "Ran on": run}
+    tables = []
+    for title, templates in SUMMARY.items():
+        rows = [_fill_row(name, text, known) for name, text in templates.items()] if recorded.get(title, True) else []
+        if title == "Results":
+            rows += _score_rows(records, names)
+        tables.append((title, [row for row in rows if row[1]]))
+    return [(title, rows) for title, rows in tables if rows]
 
 
-def _model_rows(config: Mapping[str, Any], unit: BatchUnit) -> list[tuple[str, str]]:
-    lora, data = config["lora"], config["dataset"]
-    rows = [("model", hub_name(config["base_model"]))]
-    if config["adapter"] == "none":
-        rows.append(("adapter", "none: all weights trained"))
-    else:
-        kinds = [kind for kind in ("rslora", "dora") if lora[kind]]
-        targets = ", ".join(lora["target_modules"])
-        rows.append(
-            ("adapter", " ".join([config["adapter"], *kinds, f"r={lora['r']}, alpha={lora['alpha']:g}, {targets}"]))
-        )
-    if config["adapter"] == "qlora":
-        bits = config["quantization"]
-        twice = ", double quantisation" if bits["double_quant"] else ""
-        blocks = "a scale for each row" if bits["bits"] == 8 else f"blocks of {bits['block_size']}{twice}"
-        rows.append((f"{bits['bits']}-bit base", f"{bits['quant_type']}, {blocks}"))
-    rows.append(("data", _data_names(data)))
-    if data["evaluation"]:
-        rows.append(("held out", hub_name(str(data["evaluation"]["path"]))))
-    elif data["val_split"]:
-        split = data["val_split"]
-        rows.append(("held out", f"{split:,.0f} records" if split >= 1 else f"{split:.1%} of the records"))
-    if unit is not IMAGES:
-        size = f"up to {data['max_length']:,} tokens" + ", packed" * data["packing"]
-    else:
-        size = f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]
-    rows.append((unit.samples, size))
-    return rows
+def _fill_row(name: str, value: str, known: Mapping[str, Any]) -> tuple[str, str]:
+    return Template(name).render(known), Template(value).render(known)
 
 
-def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    epochs, steps = metric_values(records, "train/epoch"), max(record["step"] or 0 for record in records)
-    planned = metric_values(records, "train/stopped_early_of")
-    early = f" of {planned[-1]:,.0f}, stopped early" if planned else ""
-    rows.append(("optimizer steps", f"{steps:,.0f}{early}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
-    skipped = sorted({name for record in records for name in record if name.startswith("data/skipped/")})
-    if skipped:
-        counts = ", ".join(f"{metric_values(records, name)[-1]:,.0f} of {name.rpartition('/')[2]}" for name in skipped)
-        rows.append(("skipped records", counts))
-    tokens, targets = metric_values(records, "train/tokens"), metric_values(records, "train/target_tokens")
-    if tokens:
-        with_loss = f", {targets[-1]:,.0f} of them with loss" if targets else ""
-        rows.append(("tokens", f"{tokens[-1]:,.0f}{with_loss}"))
-    if config:
-        training, ranks = config["training"], run.get("world_size", 1)
-        size, micro = training["batch_size"], training["gradient_accumulation_steps"]
-        what, shared = find_unit(records).samples, config["parallel"]["sequence"]
-        among = f"{ranks} ranks" + f" / {shared} per sequence" * (shared > 1)
-        rows.append(("batch", f"{size * micro * ranks // shared} {what} = {size} x {micro} micro-steps x {among}"))
-        rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
-        stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
-        rows.append(("optimizer", f"{training['optimizer']}, precision {precision}, ZeRO stage {stage}"))
-    return rows
-
-
-def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
-    rows = []
-    losses, held_out, unit = metric_values(records, "train/loss"), HeldOut.from_records(records), find_unit(records)
-    if losses:
-        rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
-    if held_out:
-        lowest = f"lowest {held_out.lowest:.4f} at step {held_out.lowest_step}"
-        after = f"after {held_out.after:.4f} (step {held_out.kept_step})"
-        rows.append(("held-out loss", f"before {held_out.before:.4f}, {after}, {lowest}"))
-        if unit is TOKENS:
-            bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
-            rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
-    for name in dict.fromkeys(key.removeprefix("base/") for record in records for key in record if key[:5] == "base/"):
-        found = [metric_values(records, f"{kind}/{name}") for kind in ("base", "eval")]
-        if all(found):
-            rows.append((name, f"before {found[0][0]:.4f}, after {found[1][-1]:.4f}"))
-    if rate := median_rate(records):
-        rows.append((f"{unit.name}/s per rank", f"{rate:,.{unit.digits}f} (median)"))
-    s, target = metric_values(records, "scu/s_ratio"), metric_values(records, "scu/target")
-    if s:
-        aim = f", target {target[-1]:.3%}" if target else ""
-        rows.append(("SCU S", f"first {s[0]:.3%}, last {s[-1]:.3%}{aim}"))
-    return rows
-
-
-def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    packages = {"python": run["python"], **run["packages"]}
+def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the metrics that were measured before and after training, other than the loss."""
+    found = {
+        name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
+        for name in names
+        if name.startswith("base/")
+    }
     return [
-        ("started", run["started"]),
-        ("devices", f"{run['world_size']} x {run['device_name']} ({run['device']})"),
-        ("versions", ", ".join(f"{name} {number}" for name, number in packages.items())),
-        ("commit", run["commit"] or "not a checkout"),
-        ("command", shlex.join(run["command"])),
+        (name, f"before {base[0]:.4f}, after {after[-1]:.4f}")
+        for name, (base, after) in found.items()
+        if base and after
     ]
 
 
@@ -310,13 +257,3 @@ def median_rate(records: list[Record]) -> float | None:
 
 def _change(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{int(minutes)} min {int(seconds) % 60} s"
-    return f"{int(hours)} h {int(minutes) % 60} min"
