@@ -250,13 +250,7 @@ def activate_backward(
         s = torch.sigmoid(alpha * v)
         return grad * (u + 1) * s * (1 + alpha * v * (1 - s)) * inside, grad * v * s * (up.abs() <= limit)
     if kind == "silu":
-        s = torch.sigmoid(gate)
-        return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
-    if kind == "gelu_tanh":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        t = torch.tanh(inner)
-        slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate**2)
-        return grad * up * slope, grad * 0.5 * gate * (1 + t)
-    normal = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-    slope = normal + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    return grad * up * slope, grad * gate * normal
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * torch.nn.functional.silu(gate)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=approximate)
+    return of_gate, grad * torch.nn.functional.gelu(gate, approximate=approximate)
