@@ -221,21 +221,16 @@ def get_private(owner: object, name: str) -> Any:
         ) from None
 
 
-def list_operators() -> str:
-    """Return every operator in aligned columns: name, installed, compatible."""
+def list_operators() -> None:
+    """Print DeepSpeed's table of operators with ours: installed, compatible."""
+    from deepspeed.env_report import op_report
     from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     ours = register()
-    rows = [("operator", "installed", "compatible")]
-    for name, builder in sorted(ALL_OPS.items()):
-        installed = ours.find() is not None if name == ours.NAME else bool(installed_ops.get(name, False))
-        compatible = deepspeed_builder.probe_is_compatible(builder, verbose=False)
-        rows.append((name, "yes" if installed else "no", "yes" if compatible else "no"))
-    lines = [f"{name:<28}{installed:<12}{compatible}" for name, installed, compatible in rows]
+    installed_ops[ours.NAME] = ours.find() is not None
+    op_report(verbose=False)
     if not ours.is_compatible():
-        lines.append(f"{ours.NAME}: {ours.error_log}")
-    return "\n".join(lines)
+        print(f"{ours.NAME}: {ours.error_log}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -254,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument("--verbose", action="store_true", help="show the compiler's output")
     options = parser.parse_args(arguments)
     if options.command != "build":
-        print(list_operators())
+        list_operators()
         return 0
     folder: Path = prebuilt.IN_PACKAGE if options.into is None else options.into.absolute()
     try:

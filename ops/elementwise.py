@@ -7,7 +7,6 @@ function that recomputes it from inputs that are saved anyway.
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,23 +117,12 @@ def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> 
 
 
 def _gated_backward(
-    inner: Callable[[Tensor], tuple[Tensor, Any]], grad: Tensor, gate: Tensor, up: Tensor
+    activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad v s.
-
-    `inner` returns z and z'.
-    """
-    g, v = _wide(grad), _wide(gate)
-    z, slope = inner(v)
-    s = torch.sigmoid(z)
-    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * slope)
-    return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
-
-
-def _inner_of_gelu(v: Tensor) -> tuple[Tensor, Tensor]:
-    """z(v) = sqrt(8/pi) (v + 0.044715 v^3), for (1 + tanh(z/2)) / 2 = s; and z'."""
-    root = math.sqrt(8 / math.pi)
-    return root * (v + 0.044715 * v**3), root * (1 + 3 * 0.044715 * v.square())
+    """Return the gradients of gate and up; the activation is rounded before the product with `grad`."""
+    (grad, gate, up), dtype = map(_wide, tensors), tensors[1].dtype
+    rounded = _wide(activation(gate).to(dtype))
+    return derive(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -214,14 +202,18 @@ define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
     reference_rms_norm_backward, lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
 )  # fmt: skip
-for _name, _activation, _inner in (
-    ("silu_mul", torch.nn.functional.silu, lambda v: (v, 1.0)),
-    ("gelu_mul", partial(torch.nn.functional.gelu, approximate="tanh"), _inner_of_gelu),
+for _name, _activation, _derive in (
+    ("silu_mul", torch.nn.functional.silu, torch.ops.aten.silu_backward),
+    (
+        "gelu_mul",
+        partial(torch.nn.functional.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
 ):
     define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_gated, _activation), _fake_gated)
     define(
         f"{_name}_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-        partial(_gated_backward, _inner),
+        partial(_gated_backward, _activation, _derive),
         lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
     )  # fmt: skip
 _SILU_MUL, _GELU_MUL = torch.ops.zerolora.silu_mul.default, torch.ops.zerolora.gelu_mul.default

@@ -47,19 +47,11 @@ def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dty
     return (numbers >= threshold).to(dtype) / (1.0 - p)
 
 
-def pack_mask(keep: Tensor) -> Tensor:
-    """Pack keep[T,D], bool, into the bits the kernels pass on: int32 [ceil(D/128), T, 4].
+def unpack_mask(bits: Tensor, width: int) -> Tensor:
+    """Return keep[T, width], bool, of the bits the kernels pass on: int32 [ceil(width/128), T, 4].
 
     Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
     """
-    rows, width = keep.shape
-    padded = torch.nn.functional.pad(keep, (0, -width % 128)).view(rows, -1, 4, 4, 4, 2)  # row, b, q, c, j, e
-    words = (padded.long() << _places(keep.device)).sum((2, 4, 5))
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).permute(1, 0, 2).contiguous()
-
-
-def unpack_mask(bits: Tensor, width: int) -> Tensor:
-    """Undo `pack_mask`: return keep[T, width], bool."""
     words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
     return (words >> _places(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
 
@@ -250,13 +242,7 @@ def activate_backward(
         s = torch.sigmoid(alpha * v)
         return grad * (u + 1) * s * (1 + alpha * v * (1 - s)) * inside, grad * v * s * (up.abs() <= limit)
     if kind == "silu":
-        s = torch.sigmoid(gate)
-        return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
-    if kind == "gelu_tanh":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        t = torch.tanh(inner)
-        slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate**2)
-        return grad * up * slope, grad * 0.5 * gate * (1 + t)
-    normal = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-    slope = normal + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    return grad * up * slope, grad * gate * normal
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * torch.nn.functional.silu(gate)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=approximate)
+    return of_gate, grad * torch.nn.functional.gelu(gate, approximate=approximate)

@@ -37,7 +37,7 @@ def operands(rows, cols, depths, rank, dtype, forward):
 
 def mask_bits(rows, cols, p=0.1, seed=1234567890123):
     mask = reference.dropout_mask(torch.tensor([seed], device="cuda"), rows, cols, p, torch.float32)
-    return reference.pack_mask(mask != 0)
+    return cases.pack_mask(mask != 0)
 
 
 def assert_one_rounding(got, x, w, h, q, bias=None, bits=None):
@@ -103,7 +103,7 @@ def test_every_bit_of_the_mask_finds_its_element(rows, cols):
     h, q = torch.ones(rows, 8, device="cuda").bfloat16(), torch.ones(8, cols, device="cuda").bfloat16()
     x, w = normal(rows, 72), torch.zeros(72, cols, device="cuda").bfloat16()
     keep = torch.rand(rows, cols, device="cuda") < 0.5
-    got = torch.ops.zerolora.frozen_product([x], [w.t()], h, q.t(), None, reference.pack_mask(keep))
+    got = torch.ops.zerolora.frozen_product([x], [w.t()], h, q.t(), None, cases.pack_mask(keep))
     assert torch.equal(got, 8 * keep.bfloat16())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ops
-from ops import eight_bit, reference
+from ops import eight_bit
 from tests.numerics import cases, eight_bit_cases
 
 pytestmark = [
@@ -134,7 +134,7 @@ def test_frozen_product_through_bulk_copies(T, D, depths, rank, dtype, forward):
     x, w, h, q = [normal(T, depth) for depth in depths], [laid(depth) for depth in depths], normal(T, rank), laid(rank)
     bias, bits = normal(D) if forward else None, None
     if not forward:
-        bits = reference.pack_mask(torch.rand(T, D, generator=generator) < 0.9)
+        bits = cases.pack_mask(torch.rand(T, D, generator=generator) < 0.9)
     run = torch.ops.zerolora.frozen_product
     on_card = [t.cuda() for t in x], [t.cuda() for t in w], h.cuda(), q.cuda()
     got = run(*on_card, *(None if t is None else t.cuda() for t in (bias, bits)))

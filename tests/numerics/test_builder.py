@@ -22,14 +22,15 @@ from ops.toolkit import BuildError, all_architectures, check_capability, check_t
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_registers_into_deepspeeds_table():
+def test_registers_into_deepspeeds_table(capsys):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     builder = register()
     assert ALL_OPS["zerolora_lora"] is builder
-    lines = list_operators().splitlines()
+    list_operators()
+    lines = capsys.readouterr().out.splitlines()
     ours = next(line for line in lines if line.startswith("zerolora_lora"))
-    assert re.fullmatch(r"zerolora_lora +(yes|no) +(yes|no)", ours)
+    assert re.search(r"\[(YES|NO)\].*\[(OKAY|NO)\]", ours)
     assert any(line.startswith("fused_adam") for line in lines)
 
 

@@ -196,7 +196,7 @@ def test_mask_keep_rate_and_reproducibility():
 @pytest.mark.parametrize(("rows", "width"), [(3, 8), (5, 128), (7, 264)])
 def test_a_mask_packed_into_bits(rows, width):
     keep = torch.rand(rows, width) < 0.5
-    bits = reference.pack_mask(keep)
+    bits = cases.pack_mask(keep)
     assert bits.shape == ((width + 127) // 128, rows, 4) and bits.dtype == torch.int32
     assert torch.equal(reference.unpack_mask(bits, width), keep)
     for d in range(width):  # csrc/common/common.cuh: of call d % 128 // 32, element d % 8

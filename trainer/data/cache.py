@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.compute as pc
 import transformers
 import xxhash
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
@@ -26,6 +27,7 @@ from trainer.data.sources import content_key
 from trainer.data.streams import look_ahead, stream_samples
 from trainer.data.vision import ImageReader
 
+_STATS = TypeAdapter(DataStats)
 # Part of every cache key: raise it when the same input gives other documents.
 CACHE_FORMAT = 9
 # Of a source in a mixed stream.
@@ -167,7 +169,7 @@ def _build(
 
 def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
     """Return training samples, held-out samples and statistics of a cache folder, with memory-mapped documents."""
-    stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
+    stats = _STATS.validate_json((folder / "stats.json").read_bytes())
     files = sorted(folder.glob("source-*.arrow"))
     documents = pyarrow.concat_tables(
         pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all() for file in files

@@ -74,13 +74,6 @@ class DataStats:
         """Fraction of the samples' capacity used by tokens."""
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "DataStats":
-        """Restore statistics from the JSON of `dataclasses.asdict`."""
-        held_out = values["evaluation"]
-        nested = cls.from_json(held_out) if held_out else None
-        return cls(**(values | {"notes": tuple(values["notes"]), "evaluation": nested}))
-
     def lines(self) -> list[str]:
         """Return the statistics as lines for the console."""
         lines = [*self.notes, *(self._figures("train") if self.records else [])]

@@ -28,16 +28,22 @@ def is_random(base_model: str) -> bool:
 
 def shape_settings(base_model: str) -> dict[str, Any]:
     """Return the configuration settings of `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
-    name, *changes = base_model.removeprefix(PREFIX).split(",")
+    name, changes = parse_name(base_model)
     if name not in load_shapes():
         raise UserError(f"base_model={base_model}: unknown shape; use one of {', '.join(load_shapes())}")
-    settings = dict(load_shapes()[name])
+    return load_shapes()[name] | changes
+
+
+def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
+    """Return SHAPE and the changed settings of `random:SHAPE[,key=value...]`. Raises UserError for another form."""
+    name, *changes = base_model.removeprefix(PREFIX).split(",")
+    settings: dict[str, Any] = {}
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals or not key.strip():
             raise UserError(f"base_model={base_model}: {change!r} is not key=value, such as num_hidden_layers=4")
         settings[key.strip()] = plain(value)
-    return settings
+    return name, settings
 
 
 def find_shape(base_model: str) -> str | None:

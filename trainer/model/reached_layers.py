@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_layers import holds_experts
-from trainer.parallel.engine.linear_layers import is_linear
+from trainer.parallel.engine.linear_layers import is_linear, model_shape
 
 NOT_CALLED = "never called as layers in a pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
@@ -146,7 +146,7 @@ def _drop_repeated_layers(model: Any) -> Any:
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return path and layers of the ModuleList with the most parameters; an empty one if there is none."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(parameter.numel() for parameter in layers.parameters()) for _, layers in lists]
+    sizes = [sum(model_shape(each).numel() for each in layers.parameters()) for _, layers in lists]
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 

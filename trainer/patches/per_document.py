@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -113,7 +114,7 @@ def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
         # Not by brackets: their derivative sorts the indices.
         return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
-    return _map(select, value)
+    return tree_map_only(Tensor, select, value)
 
 
 def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
@@ -131,19 +132,9 @@ def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places
     return (rows if places is None else rows.index_select(0, places)).unflatten(0, shape)
 
 
-def _map(change: Callable[[Tensor], Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return tuple(_map(change, item) for item in value)
-    return {name: _map(change, item) for name, item in value.items()} if isinstance(value, dict) else value
-
-
 def find_tensors(value: Any) -> list[Tensor]:
     """Return all tensors in nested arguments or results."""
-    found: list[Tensor] = []
-    _map(found.append, value)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @replaces("forward of recurrent layers over packed documents")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed, replaces
+from trainer.model.reached_layers import find_decoder_layers
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace, undo
 
@@ -114,7 +115,7 @@ def _repeating_draws(function: Callable[..., Any], *args: Any, **contexts: Any) 
 
 def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:
     """Recompute only the first layers, if the model's code supports it; return which ones are recomputed."""
-    blocks = _blocks(model)
+    blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
         return f"every layer: this model supports only all or none (not gradient_checkpointing_layers={first})"
     for block in blocks[first:]:
@@ -124,7 +125,7 @@ def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) ->
 
 def recomputed_whole(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
     """Return the decoder layers that keep only their input if the other layers are not recomputed."""
-    return _blocks(model)[: training.gradient_checkpointing_layers or 0]
+    return list(find_decoder_layers(model)[1])[: training.gradient_checkpointing_layers or 0]
 
 
 def disable_recomputation(model: Any) -> None:
@@ -155,7 +156,7 @@ def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
     from peft.tuners.lora import LoraLayer
 
     parts: list[nn.Module] = []
-    for block in _blocks(model):
+    for block in find_decoder_layers(model)[1]:
         for child in block.children():
             mixes = hasattr(child, "layer_idx")  # with which attention and state-space mixers find their cache
             if not mixes and not isinstance(child, LoraLayer) and not is_linear(child) and _has_matrices(child):
@@ -168,13 +169,6 @@ def _has_matrices(part: nn.Module) -> bool:
 
     layers = any(isinstance(module, LoraLayer) or is_linear(module) for module in part.modules())
     return layers or any(len(model_shape(parameter)) > 1 for parameter in part.parameters())
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: the list of modules with most of the model's parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(len(list(block.parameters())) for block in blocks) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
 
 
 def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,10 +13,11 @@ from pydantic import Field
 
 from trainer.config import ImageSection, ModelSection, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
-from trainer.config.yaml_core import plain, read_yaml
+from trainer.config.yaml_core import read_yaml
 from trainer.data.built_folder import load_or_build
 from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_source import check_source, unreadable_error
+from trainer.model.published_shapes import is_random, parse_name
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
 INDEX = "model_index.json"
@@ -24,7 +25,6 @@ VAE, TOKENS = "vae", "text_encoder"
 SAMPLED_BYTES = 1 << 20
 LONGEST_REASON = 300
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-PREFIX = "random:"
 SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
 
@@ -50,14 +50,11 @@ def load_shapes() -> dict[str, Published]:
 
 def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
     """Return the shape named by `random:SHAPE,key=value,...` and its changed settings, or None for another name."""
-    if not base_model.startswith(PREFIX):
+    if not is_random(base_model):
         return None
-    name, *changes = base_model.removeprefix(PREFIX).split(",")
+    name, changes = parse_name(base_model)
     shape = load_shapes().get(name)
-    if shape is None:
-        return None
-    values = dict(change.partition("=")[::2] for change in changes)
-    return shape, shape.settings | {key: plain(value) for key, value in values.items()}
+    return None if shape is None else (shape, shape.settings | changes)
 
 
 def is_pipeline(name: str, section: ModelSection) -> bool:

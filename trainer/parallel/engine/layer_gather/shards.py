@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
@@ -221,8 +222,8 @@ class LayerShards:
             return
         if torch.is_grad_enabled():
             if self._steps[index].has_backward:
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(partial(self._before_backward, index))
         elif index == len(self._steps) - 1:
             self._end_of_pass()
@@ -269,15 +270,6 @@ class LayerShards:
 def find_layer_shards(model: Any) -> LayerShards | None:
     """Return the model's shards if its base is gathered per layer, otherwise None."""
     return getattr(model, "layer_shards", None)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from (tensor for value in output.values() for tensor in _tensors(value))
-    elif isinstance(output, (tuple, list)):
-        yield from (tensor for value in output for tensor in _tensors(value))
 
 
 def _runs_backward() -> bool:
