@@ -80,9 +80,11 @@ _LENGTH = len(GroupedLayout._fields)
 _GROUP = dequantizing_group(
     "grouped",
     "Tensor[] packed, int[] layouts",
-    outs=lambda of: of.layouts[1::_LENGTH],
-    check=lambda of: None,
-    dense=lambda of, i: GroupedLayout(*of.layouts[i * _LENGTH :][:_LENGTH]).dequantized(of.packed[i], of.x.dtype),
+    outs=lambda call: call.layouts[1::_LENGTH],
+    check=lambda call: None,
+    dense=lambda call, i: GroupedLayout(*call.layouts[i * _LENGTH :][:_LENGTH]).dequantized(
+        call.packed[i], call.x.dtype
+    ),
 )
 
 

@@ -54,17 +54,17 @@ def pack_mask(keep: Tensor) -> Tensor:
     """
     rows, width = keep.shape
     padded = torch.nn.functional.pad(keep, (0, -width % 128)).view(rows, -1, 4, 4, 4, 2)  # row, b, q, c, j, e
-    words = (padded.long() << _places(keep.device)).sum((2, 4, 5))
+    words = (padded.long() << _bit_shifts(keep.device)).sum((2, 4, 5))
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).permute(1, 0, 2).contiguous()
 
 
 def unpack_mask(bits: Tensor, width: int) -> Tensor:
     """Undo `pack_mask`: return keep[T, width], bool."""
     words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
-    return (words >> _places(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
+    return (words >> _bit_shifts(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
 
 
-def _places(device: torch.device) -> Tensor:
+def _bit_shifts(device: torch.device) -> Tensor:
     q, j, e = torch.arange(4, device=device), torch.arange(4, device=device), torch.arange(2, device=device)
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 

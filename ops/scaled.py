@@ -64,30 +64,39 @@ def dequantizing_group(
 ) -> lora.Group:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantises one at a time.
 
-    `dense` gets the operators' arguments and the place of a weight; the others as in `lora.Group`.
+    `dense` gets the operators' arguments and the index of a weight; the others as in `lora.Group`.
     """
 
-    def each(of: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """Yield for each weight its place in the group, the weight dequantised, and its columns of h."""
+    def each(call: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """Yield for each weight its slice of the group, the weight dequantised, and its columns of h."""
         begin = 0
-        for index, down in enumerate(of.downs):
+        for index, down in enumerate(call.downs):
             end = begin + lora.padded_rank(down.shape[0])
-            yield slice(index, index + 1), [dense(of, index)], h[:, begin:end].contiguous()
+            yield slice(index, index + 1), [dense(call, index)], h[:, begin:end].contiguous()
             begin = end
 
-    def forward(of: Any, h: Tensor) -> list[Tensor]:
+    def forward(call: Any, h: Tensor) -> list[Tensor]:
         ys: list[Tensor] = []
-        for at, weight, own_h in each(of, h):
-            adapter = of.downs[at], of.ups[at], of.scales[at], of.p, of.seed
-            ys += torch.ops.zerolora.lora_forward(of.x, weight, of.biases[at], *adapter, own_h)[0]
+        for at, weight, own_h in each(call, h):
+            adapter = call.downs[at], call.ups[at], call.scales[at], call.p, call.seed
+            ys += torch.ops.zerolora.lora_forward(call.x, weight, call.biases[at], *adapter, own_h)[0]
         return ys
 
-    def backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        grad_x, grad_downs, grad_ups = of.x.new_empty(0), [], []
-        needs = of.need_x, of.need_down, of.need_up
-        for at, weight, own_h in each(of, of.h):
+    def backward(call: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        grad_x, grad_downs, grad_ups = call.x.new_empty(0), [], []
+        needs = call.need_x, call.need_down, call.need_up
+        for at, weight, own_h in each(call, call.h):
             part, downs, ups = torch.ops.zerolora.lora_backward(
-                of.grads[at], of.x, weight, of.downs[at], of.ups[at], own_h, of.scales[at], of.p, of.seed, *needs
+                call.grads[at],
+                call.x,
+                weight,
+                call.downs[at],
+                call.ups[at],
+                own_h,
+                call.scales[at],
+                call.p,
+                call.seed,
+                *needs,
             )
             grad_x = part if not grad_x.numel() else grad_x.add_(part)
             grad_downs += downs
@@ -101,9 +110,9 @@ def dequantizing_group(
 _GROUP = dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    outs=lambda of: [each.shape[0] for each in of.values],
-    check=lambda of: check_weights(of.x, of.values, of.block_scales, of.block),
-    dense=lambda of, i: reference.dequantize_blocks(of.values[i], of.block_scales[i], of.block, of.x.dtype),
+    outs=lambda call: [each.shape[0] for each in call.values],
+    check=lambda call: check_weights(call.x, call.values, call.block_scales, call.block),
+    dense=lambda call, i: reference.dequantize_blocks(call.values[i], call.block_scales[i], call.block, call.x.dtype),
 )
 
 
