@@ -19,7 +19,7 @@ from trainer.monitor.mfu import PEAKS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 MEASURED = "H100"
-"""The card whose measured figures are used, with a note, for cards without their own."""
+"""The card that stands in, with a note, for cards without measured figures."""
 FORWARD = 0.3
 """Cost of recomputing the forward pass of a layer without attention, over that of its step without attention."""
 SKEW = 0.0035
