@@ -68,20 +68,20 @@ def reference_linear_backward(
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])
 
 
-def _forward(call: Any, h: Tensor) -> list[Tensor]:
-    q, scale = reference_quantize_rows([call.x], [], call.weights[0].dtype)
-    pairs = zip(call.weights, call.row_scales, strict=True)
+def _forward(op: Any, h: Tensor) -> list[Tensor]:
+    q, scale = reference_quantize_rows([op.x], [], op.weights[0].dtype)
+    pairs = zip(op.weights, op.row_scales, strict=True)
     products = [reference.eight_bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
-    return lora.add_adapters(call.x, products, call.biases, h, call.ups)
+    return lora.add_adapters(op.x, products, op.biases, h, op.ups)
 
 
-def _backward(call: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    grad_x = call.x.new_zeros(call.x.numel() // call.x.shape[-1], call.x.shape[-1], dtype=torch.float32)
-    adapters = call.downs, call.ups, call.h, call.scales, lora.draw_mask(call.x, call.p, call.seed)
-    factors = lora.adapter_gradients(grad_x, call.grads, call.x, [None] * len(call.grads), *adapters)
-    q, row_scale = reference_quantize_rows(call.grads, call.row_scales, call.weights[0].dtype)
-    grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(call.weights)), None)
-    return grad_x.to(call.x.dtype).view(call.x.shape), *factors
+def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1], dtype=torch.float32)
+    adapters = op.downs, op.ups, op.h, op.scales, lora.draw_mask(op.x, op.p, op.seed)
+    factors = lora.adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
+    q, row_scale = reference_quantize_rows(op.grads, op.row_scales, op.weights[0].dtype)
+    grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(op.weights)), None)
+    return grad_x.to(op.x.dtype).view(op.x.shape), *factors
 
 
 def _fake_quantize_rows(
@@ -131,8 +131,8 @@ torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivativ
 _GROUP = lora.Group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
-    outs=lambda call: [weight.shape[0] for weight in call.weights],
-    check=lambda call: check_weights(call.x, call.weights, call.row_scales),
+    outs=lambda op: [weight.shape[0] for weight in op.weights],
+    check=lambda op: check_weights(op.x, op.weights, op.row_scales),
     forward=_forward,
     backward=_backward,
 )

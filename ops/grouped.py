@@ -80,11 +80,9 @@ _LENGTH = len(GroupedLayout._fields)
 _GROUP = dequantizing_group(
     "grouped",
     "Tensor[] packed, int[] layouts",
-    outs=lambda call: call.layouts[1::_LENGTH],
-    check=lambda call: None,
-    dense=lambda call, i: GroupedLayout(*call.layouts[i * _LENGTH :][:_LENGTH]).dequantized(
-        call.packed[i], call.x.dtype
-    ),
+    outs=lambda op: op.layouts[1::_LENGTH],
+    check=lambda op: None,
+    dense=lambda op, i: GroupedLayout(*op.layouts[i * _LENGTH :][:_LENGTH]).dequantized(op.packed[i], op.x.dtype),
 )
 
 

@@ -114,10 +114,10 @@ def reference_project(
     return torch.cat(hs, dim=1)
 
 
-def dense_forward(call: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def dense_forward(op: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a group for weights [O_i, I] in the type of x."""
-    x_TI = call.x.reshape(-1, call.x.shape[-1])
-    return add_adapters(call.x, [x_TI @ weight.t() for weight in weights], call.biases, h, call.ups)
+    x_TI = op.x.reshape(-1, op.x.shape[-1])
+    return add_adapters(op.x, [x_TI @ weight.t() for weight in weights], op.biases, h, op.ups)
 
 
 def add_adapters(
@@ -135,12 +135,12 @@ def add_adapters(
     return ys
 
 
-def dense_backward(call: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def dense_backward(op: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the gradients of x, of all A and of all B for weights [O_i, I] in the type of x."""
-    grad_x = call.x.new_zeros(call.x.numel() // call.x.shape[-1], call.x.shape[-1])
-    mask = draw_mask(call.x, call.p, call.seed)
-    factors = adapter_gradients(grad_x, call.grads, call.x, weights, call.downs, call.ups, call.h, call.scales, mask)
-    return grad_x.view(call.x.shape), *factors
+    grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1])
+    mask = draw_mask(op.x, op.p, op.seed)
+    factors = adapter_gradients(grad_x, op.grads, op.x, weights, op.downs, op.ups, op.h, op.scales, mask)
+    return grad_x.view(op.x.shape), *factors
 
 
 def adapter_gradients(
@@ -216,36 +216,36 @@ class Group:
         return ys
 
     def _checked(self, arguments: tuple[Any, ...]) -> Any:
-        call = self._forward_type(*arguments)
-        self._check(call)
-        check_adapters(call.x, self._outs(call), call.downs, call.ups, call.scales, call.p)
-        if call.h is not None:
-            check_h(call.x, call.downs, call.h)
-        return call
+        op = self._forward_type(*arguments)
+        self._check(op)
+        check_adapters(op.x, self._outs(op), op.downs, op.ups, op.scales, op.p)
+        if op.h is not None:
+            check_h(op.x, op.downs, op.h)
+        return op
 
     def _forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        call = self._checked(arguments)
-        if call.h is not None:
-            return self._compute(call, call.h), call.x.new_empty((0, 0))
-        h = torch.ops.zerolora.lora_project(call.x, call.downs, call.scales, call.p, call.seed)
-        return self._compute(call, h), h
+        op = self._checked(arguments)
+        if op.h is not None:
+            return self._compute(op, op.h), op.x.new_empty((0, 0))
+        h = torch.ops.zerolora.lora_project(op.x, op.downs, op.scales, op.p, op.seed)
+        return self._compute(op, h), h
 
     def _backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        call = self._backward_type(*arguments)
-        grad_x, grad_downs, grad_ups = self._derive(call)
-        needed = grad_downs if call.need_down else [], grad_ups if call.need_up else []
-        return grad_x if call.need_x else call.x.new_empty(0), *needed
+        op = self._backward_type(*arguments)
+        grad_x, grad_downs, grad_ups = self._derive(op)
+        needed = grad_downs if op.need_down else [], grad_ups if op.need_up else []
+        return grad_x if op.need_x else op.x.new_empty(0), *needed
 
     def _fake_forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        call = self._checked(arguments)
-        h = fake_project(call.x, call.downs, call.scales, call.p, None) if call.h is None else call.x.new_empty((0, 0))
-        return [call.x.new_empty((*call.x.shape[:-1], out)) for out in self._outs(call)], h
+        op = self._checked(arguments)
+        h = fake_project(op.x, op.downs, op.scales, op.p, None) if op.h is None else op.x.new_empty((0, 0))
+        return [op.x.new_empty((*op.x.shape[:-1], out)) for out in self._outs(op)], h
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        call = self._backward_type(*arguments)
-        grad_downs = [down.new_empty(down.shape) for down in call.downs] if call.need_down else []
-        grad_ups = [up.new_empty(up.shape) for up in call.ups] if call.need_up else []
-        return call.x.new_empty(call.x.shape if call.need_x else 0), grad_downs, grad_ups
+        op = self._backward_type(*arguments)
+        grad_downs = [down.new_empty(down.shape) for down in op.downs] if op.need_down else []
+        grad_ups = [up.new_empty(up.shape) for up in op.ups] if op.need_up else []
+        return op.x.new_empty(op.x.shape if op.need_x else 0), grad_downs, grad_ups
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:
@@ -260,10 +260,10 @@ torch.library.register_autograd("zerolora::lora_project", refuse_alone)
 _GROUP = Group(
     "lora",
     "Tensor[] weights",
-    outs=lambda call: [weight.shape[0] for weight in call.weights],
-    check=lambda call: _check_weights(call.x, call.weights, call.biases),
-    forward=lambda call, h: dense_forward(call, h, call.weights),
-    backward=lambda call: dense_backward(call, call.weights),
+    outs=lambda op: [weight.shape[0] for weight in op.weights],
+    check=lambda op: _check_weights(op.x, op.weights, op.biases),
+    forward=lambda op, h: dense_forward(op, h, op.weights),
+    backward=lambda op: dense_backward(op, op.weights),
 )
 
 

@@ -49,12 +49,12 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-def _weights(call: Any) -> list[Tensor]:
-    each = len(call.states) // len(call.packed)
-    sizes = call.x.shape[-1], call.block, call.nested_block, call.x.dtype
+def _weights(op: Any) -> list[Tensor]:
+    each = len(op.states) // len(op.packed)
+    sizes = op.x.shape[-1], op.block, op.nested_block, op.x.dtype
     return [
-        reference.dequantize_nf4(weight, call.states[i * each : (i + 1) * each], out, *sizes)
-        for i, (weight, out) in enumerate(zip(call.packed, call.rows, strict=True))
+        reference.dequantize_nf4(weight, op.states[i * each : (i + 1) * each], out, *sizes)
+        for i, (weight, out) in enumerate(zip(op.packed, op.rows, strict=True))
     ]
 
 
@@ -67,10 +67,10 @@ derivative.define(
 _GROUP = lora.Group(
     "nf4",
     "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
-    outs=lambda call: call.rows,
-    check=lambda call: None,
-    forward=lambda call, h: lora.dense_forward(call, h, _weights(call)),
-    backward=lambda call: lora.dense_backward(call, _weights(call)),
+    outs=lambda op: op.rows,
+    check=lambda op: None,
+    forward=lambda op, h: lora.dense_forward(op, h, _weights(op)),
+    backward=lambda op: lora.dense_backward(op, _weights(op)),
 )
 
 

@@ -67,36 +67,27 @@ def dequantizing_group(
     `dense` gets the operators' arguments and the index of a weight; the others as in `lora.Group`.
     """
 
-    def each(call: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    def each(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """Yield for each weight its slice of the group, the weight dequantised, and its columns of h."""
         begin = 0
-        for index, down in enumerate(call.downs):
+        for index, down in enumerate(op.downs):
             end = begin + lora.padded_rank(down.shape[0])
-            yield slice(index, index + 1), [dense(call, index)], h[:, begin:end].contiguous()
+            yield slice(index, index + 1), [dense(op, index)], h[:, begin:end].contiguous()
             begin = end
 
-    def forward(call: Any, h: Tensor) -> list[Tensor]:
+    def forward(op: Any, h: Tensor) -> list[Tensor]:
         ys: list[Tensor] = []
-        for at, weight, own_h in each(call, h):
-            adapter = call.downs[at], call.ups[at], call.scales[at], call.p, call.seed
-            ys += torch.ops.zerolora.lora_forward(call.x, weight, call.biases[at], *adapter, own_h)[0]
+        for at, weight, own_h in each(op, h):
+            adapter = op.downs[at], op.ups[at], op.scales[at], op.p, op.seed
+            ys += torch.ops.zerolora.lora_forward(op.x, weight, op.biases[at], *adapter, own_h)[0]
         return ys
 
-    def backward(call: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        grad_x, grad_downs, grad_ups = call.x.new_empty(0), [], []
-        needs = call.need_x, call.need_down, call.need_up
-        for at, weight, own_h in each(call, call.h):
+    def backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        grad_x, grad_downs, grad_ups = op.x.new_empty(0), [], []
+        needs = op.need_x, op.need_down, op.need_up
+        for at, weight, own_h in each(op, op.h):
             part, downs, ups = torch.ops.zerolora.lora_backward(
-                call.grads[at],
-                call.x,
-                weight,
-                call.downs[at],
-                call.ups[at],
-                own_h,
-                call.scales[at],
-                call.p,
-                call.seed,
-                *needs,
+                op.grads[at], op.x, weight, op.downs[at], op.ups[at], own_h, op.scales[at], op.p, op.seed, *needs
             )
             grad_x = part if not grad_x.numel() else grad_x.add_(part)
             grad_downs += downs
@@ -110,9 +101,9 @@ def dequantizing_group(
 _GROUP = dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    outs=lambda call: [each.shape[0] for each in call.values],
-    check=lambda call: check_weights(call.x, call.values, call.block_scales, call.block),
-    dense=lambda call, i: reference.dequantize_blocks(call.values[i], call.block_scales[i], call.block, call.x.dtype),
+    outs=lambda op: [each.shape[0] for each in op.values],
+    check=lambda op: check_weights(op.x, op.values, op.block_scales, op.block),
+    dense=lambda op, i: reference.dequantize_blocks(op.values[i], op.block_scales[i], op.block, op.x.dtype),
 )
 
 

@@ -140,7 +140,7 @@ class GraphedLoss:
             torch.cuda.empty_cache()
 
     def _inputs_on_host(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
-        return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.head_positions)
+        return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
@@ -170,7 +170,7 @@ class GraphedLoss:
         shape = shape_of(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
         fitting = [other for other in self._captures if other.holds(shape)]
         if fitting:
-            return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.head_positions)]
+            return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
         recurs = self._seen[shape] > 1 or not self._captures
         if not recurs or not self._loss.observed or len(self._captures) == MAX_CAPTURES:
