@@ -19,7 +19,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts scripts
 RUN scripts/setup.sh && rm -rf /root/.cache/pip
 COPY --chown=ubuntu . .
-RUN python -m trainer.contract.bytecode
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 RUN mkdir -p /cache && chown ubuntu /cache /zerolora
 USER ubuntu
 ENV HF_HOME=/cache/huggingface ZEROLORA_CACHE=/cache/zerolora TORCH_EXTENSIONS_DIR=/cache/operators TRITON_CACHE_DIR=/cache/triton

@@ -74,10 +74,10 @@ class RankSlots:
 
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
-        every = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
-        if missing := [str(self._numbers[slot]) for slot in every if self._gpus and self._gpus[slot] not in now]:
+        all_slots = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
+        if missing := [str(self._numbers[slot]) for slot in all_slots if self._gpus and self._gpus[slot] not in now]:
             say(f"the driver no longer shows GPU {', '.join(missing)}")
-        available = [slot for slot in every if slot not in excluded and (not self._gpus or self._gpus[slot] in now)]
+        available = [slot for slot in all_slots if slot not in excluded and (not self._gpus or self._gpus[slot] in now)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
             raise UserError("no GPU of this machine is left")

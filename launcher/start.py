@@ -112,14 +112,14 @@ class Attempts:
         _, reach = planned
         if isinstance(reach, SrunReach):
             record_job(reach.allocation.job_id, self._logs.parent)
-        self._most = resolve_max_restarts(self._training.max_restarts, reach)
+        self._max_restarts = resolve_max_restarts(self._training.max_restarts, reach)
 
     def train(self) -> int:
         """Start the ranks, restart them where that may help, and return the exit code."""
         return Restarts(
             self._logs.parent,
             self._start,
-            most=self._most,
+            max_restarts=self._max_restarts,
             resumes=self._training.resume_from_checkpoint is not None,
             exclude=self._exclude if self._training.elastic else None,
         ).run()
@@ -151,7 +151,7 @@ class Attempts:
             supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
             code = supervisor.run()
         fault = None if supervisor.signals else supervisor.fault
-        if not (self._training.elastic and self._most):
+        if not (self._training.elastic and self._max_restarts):
             code = _check_lost_nodes(code, reach)
         return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
 

@@ -18,7 +18,7 @@ from trainer.config.errors import printable, shown
 from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import LOCK_FILE, describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
-from trainer.contract.json_records import MOST_METRICS_BYTES, Record, parse_record
+from trainer.contract.json_records import MAX_METRICS_BYTES, Record, parse_record
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
@@ -44,7 +44,7 @@ def status(
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
-            _print(describe_run(run, over=_find_end_state(job, run)) if run else [("run", "none yet")])
+            _print(describe_run(run, end_state=_find_end_state(job, run)) if run else [("run", "none yet")])
         return
     run = Path(target)
     if not run.is_dir():
@@ -52,12 +52,12 @@ def status(
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
         raise UserError(f"{shown(target)}: not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)
-    over = None
+    end_state = None
     # Without SLURM's tools only the folder is described.
     for job in read_job(job_id) if job_id and shutil.which("scontrol") is not None else []:
         _print(describe_job(job))
-        over = _find_end_state(job, run)
-    _print(describe_run(run, over=over))
+        end_state = _find_end_state(job, run)
+    _print(describe_run(run, end_state=end_state))
 
 
 def record_job(job_id: int, run: Path) -> None:
@@ -121,14 +121,14 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     return lines
 
 
-def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
-    """Describe a run from its files; `over` is the state of its job if that has ended."""
+def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, str]]:
+    """Describe a run from its files; `end_state` is the state of its job if that has ended."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.
-    is_over = over is not None or describe_live_holder(run) is None
+    is_over = end_state is not None or describe_live_holder(run) is None
     if beats:
-        lines.append(("state", _describe_state(run, list(beats.values()), over)))
+        lines.append(("state", _describe_state(run, list(beats.values()), end_state)))
     everything = _read_metrics(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:
@@ -151,15 +151,15 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
     return lines
 
 
-def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
+def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) -> str:
     codes = {beat.exit_code for beat in beats}
     failed = max((code for code in codes if code), default=None)
     if codes == {0}:
         return "done"
     if failed is not None and None not in codes:
         return f"ended with {failed}"
-    if over is not None:
-        return f"ended with its job ({over})"
+    if end_state is not None:
+        return f"ended with its job ({end_state})"
     slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
     if describe_live_holder(run) is None:
         # A run that ended by itself released its lock; some ranks may have had no time to record their exit code.
@@ -195,7 +195,7 @@ def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
 
 def _read_metrics(path: Path) -> list[Record]:
     try:
-        lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()
+        lines = read_bytes(path, MAX_METRICS_BYTES).splitlines()
     except FileNotFoundError:
         return []
     records = []

@@ -24,11 +24,11 @@ from trainer.contract.whole_files import write_whole
 TEMPLATE = HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
-MOST_GRACE_S = 65535
+MAX_GRACE_S = 65535
 # SLURM checks limits every half minute, and sends the signal up to a minute early.
 EARLIER_S = 60
 SHORTEST_S = 30
-MOST_RUNS = 1000
+MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
@@ -80,8 +80,8 @@ def parse_task_ranges(tasks: str) -> list[range]:
         found = _TASKS.fullmatch(part)
         if found is None or int(found[1]) > int(found[2] or found[1]):
             raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
-        first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        numbers.append(range(first, last + 1, max(every, 1)))
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        numbers.append(range(first, last + 1, max(step, 1)))
     return numbers
 
 
@@ -105,7 +105,7 @@ def submit(
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node, without GPUs.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of one start; the job is then queued again.")] = "24:00:00",
-    grace: Annotated[int, typer.Option(min=1, max=MOST_GRACE_S, help="Seconds before the limit, for saving.")] = 300,
+    grace: Annotated[int, typer.Option(min=1, max=MAX_GRACE_S, help="Seconds before the limit, for saving.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
     qos: Annotated[str | None, typer.Option(help="SLURM's quality of service.")] = None,
@@ -217,8 +217,8 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
             raise UserError(f"{text}: {name} is also set by {given[name]}; list all its values once, {key}=A,B")
         given[name] = text
         axes.append([f"{key}={value}" for value in values.split(",")])
-    if (count := math.prod(map(len, axes))) > MOST_RUNS:
-        raise UserError(f"a sweep of {count:,} runs: at most {MOST_RUNS:,} are possible; try fewer values")
+    if (count := math.prod(map(len, axes))) > MAX_RUNS:
+        raise UserError(f"a sweep of {count:,} runs: at most {MAX_RUNS:,} are possible; try fewer values")
     if not axes:
         return []
     runs = list(itertools.product(*axes))

@@ -68,20 +68,20 @@ def reference_linear_backward(
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])
 
 
-def _forward(of: Any, h: Tensor) -> list[Tensor]:
-    q, scale = reference_quantize_rows([of.x], [], of.weights[0].dtype)
-    pairs = zip(of.weights, of.row_scales, strict=True)
+def _forward(op: Any, h: Tensor) -> list[Tensor]:
+    q, scale = reference_quantize_rows([op.x], [], op.weights[0].dtype)
+    pairs = zip(op.weights, op.row_scales, strict=True)
     products = [reference.eight_bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
-    return lora.add_adapters(of.x, products, of.biases, h, of.ups)
+    return lora.add_adapters(op.x, products, op.biases, h, op.ups)
 
 
-def _backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    grad_x = of.x.new_zeros(of.x.numel() // of.x.shape[-1], of.x.shape[-1], dtype=torch.float32)
-    adapters = of.downs, of.ups, of.h, of.scales, lora.draw_mask(of.x, of.p, of.seed)
-    factors = lora.adapter_gradients(grad_x, of.grads, of.x, [None] * len(of.grads), *adapters)
-    q, row_scale = reference_quantize_rows(of.grads, of.row_scales, of.weights[0].dtype)
-    grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(of.weights)), None)
-    return grad_x.to(of.x.dtype).view(of.x.shape), *factors
+def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1], dtype=torch.float32)
+    adapters = op.downs, op.ups, op.h, op.scales, lora.draw_mask(op.x, op.p, op.seed)
+    factors = lora.adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
+    q, row_scale = reference_quantize_rows(op.grads, op.row_scales, op.weights[0].dtype)
+    grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(op.weights)), None)
+    return grad_x.to(op.x.dtype).view(op.x.shape), *factors
 
 
 def _fake_quantize_rows(
@@ -131,8 +131,8 @@ torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivativ
 _GROUP = lora.Group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
-    outs=lambda of: [weight.shape[0] for weight in of.weights],
-    check=lambda of: check_weights(of.x, of.weights, of.row_scales),
+    outs=lambda op: [weight.shape[0] for weight in op.weights],
+    check=lambda op: check_weights(op.x, op.weights, op.row_scales),
     forward=_forward,
     backward=_backward,
 )

@@ -272,20 +272,20 @@ class _Views:
 
     def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
         self.kept = list(tensors) if source is None else [source]
-        self._places: list[tuple[int, torch.dtype, torch.Size]] | None = None
+        self._views: list[tuple[int, torch.dtype, torch.Size]] | None = None
         if source is not None:
             origin = source.storage_offset() * source.element_size()
-            self._places = [
+            self._views = [
                 (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
             ]
 
     def rebuild(self, kept: Sequence[Tensor]) -> list[Tensor]:
-        if self._places is None:
+        if self._views is None:
             return list(kept)
         found = kept[0].detach().view(torch.uint8)
         return [
             found.narrow(0, begin, shape.numel() * dtype.itemsize).view(dtype).view(shape)
-            for begin, dtype, shape in self._places
+            for begin, dtype, shape in self._views
         ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ops import experts_plain
 
 MAX_EXPERTS = 1024
-MOST_FUSED = 32
+MAX_FUSED = 32
 _KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
 _ROWS = "Tensor order, Tensor ends, Tensor tiles"
 _DROPOUT = "float dropout, Tensor? seed"
@@ -82,7 +82,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 def _fused(p: Tensor | None) -> Tensor | None:
     """Return P if its rank is low enough to project in the previous kernel: every rank costs registers."""
-    return p if p is not None and p.shape[1] <= MOST_FUSED else None
+    return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
 class _Call:

@@ -80,9 +80,9 @@ _LENGTH = len(GroupedLayout._fields)
 _GROUP = dequantizing_group(
     "grouped",
     "Tensor[] packed, int[] layouts",
-    outs=lambda of: of.layouts[1::_LENGTH],
-    check=lambda of: None,
-    dense=lambda of, i: GroupedLayout(*of.layouts[i * _LENGTH :][:_LENGTH]).dequantized(of.packed[i], of.x.dtype),
+    outs=lambda op: op.layouts[1::_LENGTH],
+    check=lambda op: None,
+    dense=lambda op, i: GroupedLayout(*op.layouts[i * _LENGTH :][:_LENGTH]).dequantized(op.packed[i], op.x.dtype),
 )
 
 

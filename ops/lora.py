@@ -114,10 +114,10 @@ def reference_project(
     return torch.cat(hs, dim=1)
 
 
-def dense_forward(of: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def dense_forward(op: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a group for weights [O_i, I] in the type of x."""
-    x_TI = of.x.reshape(-1, of.x.shape[-1])
-    return add_adapters(of.x, [x_TI @ weight.t() for weight in weights], of.biases, h, of.ups)
+    x_TI = op.x.reshape(-1, op.x.shape[-1])
+    return add_adapters(op.x, [x_TI @ weight.t() for weight in weights], op.biases, h, op.ups)
 
 
 def add_adapters(
@@ -135,12 +135,12 @@ def add_adapters(
     return ys
 
 
-def dense_backward(of: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def dense_backward(op: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the gradients of x, of all A and of all B for weights [O_i, I] in the type of x."""
-    grad_x = of.x.new_zeros(of.x.numel() // of.x.shape[-1], of.x.shape[-1])
-    mask = draw_mask(of.x, of.p, of.seed)
-    factors = adapter_gradients(grad_x, of.grads, of.x, weights, of.downs, of.ups, of.h, of.scales, mask)
-    return grad_x.view(of.x.shape), *factors
+    grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1])
+    mask = draw_mask(op.x, op.p, op.seed)
+    factors = adapter_gradients(grad_x, op.grads, op.x, weights, op.downs, op.ups, op.h, op.scales, mask)
+    return grad_x.view(op.x.shape), *factors
 
 
 def adapter_gradients(
@@ -216,36 +216,36 @@ class Group:
         return ys
 
     def _checked(self, arguments: tuple[Any, ...]) -> Any:
-        of = self._forward_type(*arguments)
-        self._check(of)
-        check_adapters(of.x, self._outs(of), of.downs, of.ups, of.scales, of.p)
-        if of.h is not None:
-            check_h(of.x, of.downs, of.h)
-        return of
+        op = self._forward_type(*arguments)
+        self._check(op)
+        check_adapters(op.x, self._outs(op), op.downs, op.ups, op.scales, op.p)
+        if op.h is not None:
+            check_h(op.x, op.downs, op.h)
+        return op
 
     def _forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        of = self._checked(arguments)
-        if of.h is not None:
-            return self._compute(of, of.h), of.x.new_empty((0, 0))
-        h = torch.ops.zerolora.lora_project(of.x, of.downs, of.scales, of.p, of.seed)
-        return self._compute(of, h), h
+        op = self._checked(arguments)
+        if op.h is not None:
+            return self._compute(op, op.h), op.x.new_empty((0, 0))
+        h = torch.ops.zerolora.lora_project(op.x, op.downs, op.scales, op.p, op.seed)
+        return self._compute(op, h), h
 
     def _backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        of = self._backward_type(*arguments)
-        grad_x, grad_downs, grad_ups = self._derive(of)
-        needed = grad_downs if of.need_down else [], grad_ups if of.need_up else []
-        return grad_x if of.need_x else of.x.new_empty(0), *needed
+        op = self._backward_type(*arguments)
+        grad_x, grad_downs, grad_ups = self._derive(op)
+        needed = grad_downs if op.need_down else [], grad_ups if op.need_up else []
+        return grad_x if op.need_x else op.x.new_empty(0), *needed
 
     def _fake_forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        of = self._checked(arguments)
-        h = fake_project(of.x, of.downs, of.scales, of.p, None) if of.h is None else of.x.new_empty((0, 0))
-        return [of.x.new_empty((*of.x.shape[:-1], out)) for out in self._outs(of)], h
+        op = self._checked(arguments)
+        h = fake_project(op.x, op.downs, op.scales, op.p, None) if op.h is None else op.x.new_empty((0, 0))
+        return [op.x.new_empty((*op.x.shape[:-1], out)) for out in self._outs(op)], h
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        of = self._backward_type(*arguments)
-        grad_downs = [down.new_empty(down.shape) for down in of.downs] if of.need_down else []
-        grad_ups = [up.new_empty(up.shape) for up in of.ups] if of.need_up else []
-        return of.x.new_empty(of.x.shape if of.need_x else 0), grad_downs, grad_ups
+        op = self._backward_type(*arguments)
+        grad_downs = [down.new_empty(down.shape) for down in op.downs] if op.need_down else []
+        grad_ups = [up.new_empty(up.shape) for up in op.ups] if op.need_up else []
+        return op.x.new_empty(op.x.shape if op.need_x else 0), grad_downs, grad_ups
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:
@@ -260,10 +260,10 @@ torch.library.register_autograd("zerolora::lora_project", refuse_alone)
 _GROUP = Group(
     "lora",
     "Tensor[] weights",
-    outs=lambda of: [weight.shape[0] for weight in of.weights],
-    check=lambda of: _check_weights(of.x, of.weights, of.biases),
-    forward=lambda of, h: dense_forward(of, h, of.weights),
-    backward=lambda of: dense_backward(of, of.weights),
+    outs=lambda op: [weight.shape[0] for weight in op.weights],
+    check=lambda op: _check_weights(op.x, op.weights, op.biases),
+    forward=lambda op, h: dense_forward(op, h, op.weights),
+    backward=lambda op: dense_backward(op, op.weights),
 )
 
 

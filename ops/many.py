@@ -46,10 +46,10 @@ class _Bundle:
 
     def factors(self, factors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
         """Return [P, ...] of one layer's factors."""
-        return torch.stack([factors[place] for place in self.places(layer)]).to(dtype)
+        return torch.stack([factors[position] for position in self.positions(layer)]).to(dtype)
 
-    def places(self, layer: int) -> list[int]:
-        """Return the places of a layer's factors among all."""
+    def positions(self, layer: int) -> list[int]:
+        """Return the positions of a layer's factors among all."""
         return [self.first + number * len(self.one.layers) + layer for number in range(len(self.parts))]
 
     def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
@@ -81,10 +81,10 @@ def _bundle(parts: Sequence[Part]) -> Iterator[_Bundle]:
         alike = tokens, part.start - number * tokens, part.layers, part.scales, part.ranks
         return *alike, number if part.dropout else -1
 
-    place = 0
+    position = 0
     for _, group in groupby(enumerate(parts), kind):
-        bundle = _Bundle([part for _, part in group], place)
-        place += len(bundle.parts) * len(bundle.one.layers)
+        bundle = _Bundle([part for _, part in group], position)
+        position += len(bundle.parts) * len(bundle.one.layers)
         yield bundle
 
 
@@ -131,8 +131,11 @@ class _AddAdapters(torch.autograd.Function):
                 grad_PTO, down_PRI = bundle.rows(grads[output]), bundle.factors(downs, layer, x.dtype)
                 grad_h_PTR = scale * (grad_PTO @ bundle.factors(ups, layer, x.dtype))
                 parts = (bundle.grad_down(x_PTI, grad_h_PTR), grad_PTO.mT @ next(hs))
-                for place, down, up in zip(bundle.places(layer), *parts, strict=True):
-                    found[place], found[number + place] = down.to(downs[place].dtype), up.to(ups[place].dtype)
+                for position, down, up in zip(bundle.positions(layer), *parts, strict=True):
+                    found[position], found[number + position] = (
+                        down.to(downs[position].dtype),
+                        up.to(ups[position].dtype),
+                    )
                 if grad_x is not None:
                     bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
         return grad_x, None, None, *grads, *found

@@ -49,12 +49,12 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-def _weights(of: Any) -> list[Tensor]:
-    each = len(of.states) // len(of.packed)
-    sizes = of.x.shape[-1], of.block, of.nested_block, of.x.dtype
+def _weights(op: Any) -> list[Tensor]:
+    each = len(op.states) // len(op.packed)
+    sizes = op.x.shape[-1], op.block, op.nested_block, op.x.dtype
     return [
-        reference.dequantize_nf4(weight, of.states[i * each : (i + 1) * each], out, *sizes)
-        for i, (weight, out) in enumerate(zip(of.packed, of.rows, strict=True))
+        reference.dequantize_nf4(weight, op.states[i * each : (i + 1) * each], out, *sizes)
+        for i, (weight, out) in enumerate(zip(op.packed, op.rows, strict=True))
     ]
 
 
@@ -67,10 +67,10 @@ derivative.define(
 _GROUP = lora.Group(
     "nf4",
     "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
-    outs=lambda of: of.rows,
-    check=lambda of: None,
-    forward=lambda of, h: lora.dense_forward(of, h, _weights(of)),
-    backward=lambda of: lora.dense_backward(of, _weights(of)),
+    outs=lambda op: op.rows,
+    check=lambda op: None,
+    forward=lambda op, h: lora.dense_forward(op, h, _weights(op)),
+    backward=lambda op: lora.dense_backward(op, _weights(op)),
 )
 
 

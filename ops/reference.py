@@ -53,10 +53,10 @@ def unpack_mask(bits: Tensor, width: int) -> Tensor:
     Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
     """
     words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
-    return (words >> _places(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
+    return (words >> _bit_shifts(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
 
 
-def _places(device: torch.device) -> Tensor:
+def _bit_shifts(device: torch.device) -> Tensor:
     q, j, e = torch.arange(4, device=device), torch.arange(4, device=device), torch.arange(2, device=device)
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 

@@ -64,30 +64,30 @@ def dequantizing_group(
 ) -> lora.Group:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantises one at a time.
 
-    `dense` gets the operators' arguments and the place of a weight; the others as in `lora.Group`.
+    `dense` gets the operators' arguments and the index of a weight; the others as in `lora.Group`.
     """
 
-    def each(of: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """Yield for each weight its place in the group, the weight dequantised, and its columns of h."""
+    def each(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """Yield for each weight its slice of the group, the weight dequantised, and its columns of h."""
         begin = 0
-        for index, down in enumerate(of.downs):
+        for index, down in enumerate(op.downs):
             end = begin + lora.padded_rank(down.shape[0])
-            yield slice(index, index + 1), [dense(of, index)], h[:, begin:end].contiguous()
+            yield slice(index, index + 1), [dense(op, index)], h[:, begin:end].contiguous()
             begin = end
 
-    def forward(of: Any, h: Tensor) -> list[Tensor]:
+    def forward(op: Any, h: Tensor) -> list[Tensor]:
         ys: list[Tensor] = []
-        for at, weight, own_h in each(of, h):
-            adapter = of.downs[at], of.ups[at], of.scales[at], of.p, of.seed
-            ys += torch.ops.zerolora.lora_forward(of.x, weight, of.biases[at], *adapter, own_h)[0]
+        for at, weight, own_h in each(op, h):
+            adapter = op.downs[at], op.ups[at], op.scales[at], op.p, op.seed
+            ys += torch.ops.zerolora.lora_forward(op.x, weight, op.biases[at], *adapter, own_h)[0]
         return ys
 
-    def backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        grad_x, grad_downs, grad_ups = of.x.new_empty(0), [], []
-        needs = of.need_x, of.need_down, of.need_up
-        for at, weight, own_h in each(of, of.h):
+    def backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        grad_x, grad_downs, grad_ups = op.x.new_empty(0), [], []
+        needs = op.need_x, op.need_down, op.need_up
+        for at, weight, own_h in each(op, op.h):
             part, downs, ups = torch.ops.zerolora.lora_backward(
-                of.grads[at], of.x, weight, of.downs[at], of.ups[at], own_h, of.scales[at], of.p, of.seed, *needs
+                op.grads[at], op.x, weight, op.downs[at], op.ups[at], own_h, op.scales[at], op.p, op.seed, *needs
             )
             grad_x = part if not grad_x.numel() else grad_x.add_(part)
             grad_downs += downs
@@ -101,9 +101,9 @@ def dequantizing_group(
 _GROUP = dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    outs=lambda of: [each.shape[0] for each in of.values],
-    check=lambda of: check_weights(of.x, of.values, of.block_scales, of.block),
-    dense=lambda of, i: reference.dequantize_blocks(of.values[i], of.block_scales[i], of.block, of.x.dtype),
+    outs=lambda op: [each.shape[0] for each in op.values],
+    check=lambda op: check_weights(op.x, op.values, op.block_scales, op.block),
+    dense=lambda op, i: reference.dequantize_blocks(op.values[i], op.block_scales[i], op.block, op.x.dtype),
 )
 
 

@@ -94,7 +94,7 @@ class StepInFlight:
     """A launched step, with its numbers being copied from the device while the host launches the next one."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        """Start to copy `numbers`, a vector in fp64 on the device.
+        """Start copying `numbers`, a vector in fp64 on the device.
 
         They are: weight of the targets, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum
         of `NONFINITE` + rank over ranks with a non-finite loss, the same for this rank.

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # In plain torch a recurrent layer saves ten times as much as an attention layer.
 OF_RECURRENT = ("training.gradient_checkpointing=non_reentrant",)
-MOST_SEQUENCES = 64  # of a micro-batch, while `auto` is undecided
+MAX_SEQUENCES = 64  # of a micro-batch, while `auto` is undecided
 IN_REACH = 1e-6  # an S that any adapter exceeds in its first steps
 PROFILED = 4  # steps under the profiler; the first is left out
 
@@ -131,7 +131,7 @@ def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, step
 def count_texts(run: RunConfig, *, steps: int, ranks: int) -> int:
     """Return the number of texts for all steps, so that no step is the short last one of an epoch."""
     training = run.training
-    batch_size = MOST_SEQUENCES if training.batch_size == AUTO else training.batch_size
+    batch_size = MAX_SEQUENCES if training.batch_size == AUTO else training.batch_size
     return (steps + PROFILED) * batch_size * training.gradient_accumulation_steps * ranks
 
 

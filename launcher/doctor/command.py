@@ -269,5 +269,5 @@ def _run_elsewhere(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    said = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
-    return said[-1][:300]
+    output = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+    return output[-1][:300]

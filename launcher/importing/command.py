@@ -96,7 +96,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
             f"{path}: not a configuration of {', '.join(TRANSLATORS)}; for one of zerolora's, run `zerolora train`"
         )
     if trainer not in TRANSLATORS:
-        raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
+        raise UserError(f"{path}: belongs to {trainer}; import the command that uses it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
     return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines)

@@ -54,7 +54,7 @@ class Key:
     """How one key of another trainer is translated."""
 
     kind: Any = Any
-    """Its type, as `convert` takes it."""
+    """Its type, in the form that `convert` expects."""
     to: str = ""
     """Our setting for its value; empty if a rule reads it."""
     default: Any = UNSET
@@ -114,7 +114,7 @@ def _split_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def read_kind(kind: Any) -> Any:
-    """Return the type of a description in tables.yaml, as `convert` takes it."""
+    """Parse a `kind` of tables.yaml into the type that `convert` expects."""
     if isinstance(kind, list):
         return tuple(map(read_kind, kind))
     if isinstance(kind, dict):
@@ -322,7 +322,7 @@ class Translation:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value is empty, false, or a word for off."""
+    """Return whether a value is empty, false, or a name for off, such as `none`."""
     return value in EMPTY or str(value).strip().lower() in OFF
 
 

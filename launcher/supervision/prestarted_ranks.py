@@ -98,7 +98,7 @@ class PrestartedRanks:
         return self._stop()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
-        """Let all ranks train with these arguments, write their output to `log`, and return their processes."""
+        """Start training in all ranks with these arguments and their output in `log`; return their processes."""
         self._output.seek(0)
         log.write(self._output.read())
         log.flush()

@@ -143,9 +143,9 @@ class SshReach(Reach):
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         # Only `before`: when this launcher kills a host's launcher, ssh returns 255 as well.
         labels = [label for label, code in _PDSH_STATUS.findall(before) if code == _SSH_ERROR]
-        said = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
+        messages = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
         return {
-            host: said[label][-1] if said[label] else f"ssh ended with exit code {_SSH_ERROR}"
+            host: messages[label][-1] if messages[label] else f"ssh ended with exit code {_SSH_ERROR}"
             for label in labels
             for host in self._hosts
             if _matches_host(label, host)

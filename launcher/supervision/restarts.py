@@ -16,7 +16,7 @@ from launcher.supervision.terminal import say
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOPPED
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import (
-    MOST_HALVINGS,
+    MAX_HALVINGS,
     Restart,
     RestartNote,
     complete_checkpoints,
@@ -70,16 +70,16 @@ class Restarts:
         run_dir: Path,
         start: Start,
         *,
-        most: int,
+        max_restarts: int,
         resumes: bool,
         exclude: Callable[[Ending], str | None] | None = None,
     ) -> None:
-        """Allow `most` restarts after failures; `resumes` if the user lets the run resume from a checkpoint.
+        """Allow `max_restarts` restarts after failures; `resumes` if the user lets the run resume from a checkpoint.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without it
         such a run ends.
         """
-        self._run_dir, self._start, self._most = run_dir, start, most
+        self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
         self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
@@ -104,13 +104,13 @@ class Restarts:
                 assert ending.fault is not None
                 self._restarts += 1
                 checkpoint = self._prepare_next(ending, ending.fault.reason)
-                say(f"restart {self._restarts} of {self._most}: resuming from {checkpoint or 'the start'}")
+                say(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
             before, self._has_trained = ending, self._has_trained or ending.completed_step
 
     def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
-        if self._halvings == MOST_HALVINGS:
+        if self._halvings == MAX_HALVINGS:
             say(
-                f"out of memory in step {note.step} after {MOST_HALVINGS} halvings; use "
+                f"out of memory in step {note.step} after {MAX_HALVINGS} halvings; use "
                 "training.gradient_checkpointing=true, a shorter dataset.max_length or adapter=qlora"
             )
             return False
@@ -122,7 +122,7 @@ class Restarts:
         return True
 
     def _should_restart(self, ending: Ending, before: Ending | None) -> bool:
-        if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
+        if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._max_restarts:
             return False
         if ending.fault.is_user_error:
             return False  # its own message says what to change
@@ -133,8 +133,8 @@ class Restarts:
                 "shows its samples"
             )
             return False
-        if self._restarts == self._most:
-            say(f"not restarted: training.max_restarts={self._most} is used up")
+        if self._restarts == self._max_restarts:
+            say(f"not restarted: training.max_restarts={self._max_restarts} is used up")
             return False
         return ending.completed_step or self._can_exclude(ending)
 

@@ -110,8 +110,8 @@ def _find_ssh_problem(host: str, command: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"ssh does not answer within {3 * SSH_TIMEOUT_S} s"
     if done.returncode == 255:
-        said = done.stderr.strip().splitlines() or ["no reason given"]
-        return f"not reached by ssh without a password ({said[-1]}); try `ssh {host} hostname`"
+        output = done.stderr.strip().splitlines() or ["no reason given"]
+        return f"not reached by ssh without a password ({output[-1]}); try `ssh {host} hostname`"
     if done.returncode:
         return f"{sys.executable} or this folder is missing; use a file system that all hosts share"
     return None

@@ -59,9 +59,9 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
         if text and ":" in text:
             raise UserError(f"{option} {text}: under SLURM whole nodes are chosen; use --num-gpus, or a smaller job")
     names = _host_names(env["SLURM_JOB_NODELIST"])
-    most = ranks_per_node(env)
+    limit = ranks_per_node(env)
     # A job without a number of ranks per node takes as many as the user wants.
-    slots = {name: list(range(most or filters.get("num_gpus") or 1)) for name in names}
+    slots = {name: list(range(limit or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
 
@@ -144,7 +144,9 @@ def _host_names(node_list: str) -> list[str]:
     try:
         shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        problem = f"scontrol cannot list its nodes ({said}); run this on a host of the cluster, or use another launcher"
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        problem = (
+            f"scontrol cannot list its nodes ({reason}); run this on a host of the cluster, or use another launcher"
+        )
         raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}") from None
     return shown.stdout.split()

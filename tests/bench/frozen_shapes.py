@@ -18,7 +18,7 @@ LINEARS = [  # O, I
     *((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)),  # Qwen2.5-7B
     *((4096, 4096), (1024, 4096)),  # Llama-3.1-8B
 ]
-MOST = 2**28  # elements of x or y
+MAX_ELEMENTS = 2**28  # elements of x or y
 
 
 def filled(T: int, cols: int) -> float:
@@ -37,7 +37,7 @@ def main() -> None:
     print(f" | {'before':>8}{'with':>8}{'+%':>6}{'saved':>7}")
     for T in TOKENS:
         for out, width in LINEARS:
-            if T * max(out, width) > MOST:
+            if T * max(out, width) > MAX_ELEMENTS:
                 continue
             for forward in (True, False):
                 line = bench_lora.line_of_frozen(f"{out}x{width}", T, (out,), width, [16], forward)

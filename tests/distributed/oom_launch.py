@@ -28,4 +28,4 @@ if __name__ == "__main__":
             code = Supervisor(command, Path(folder) / "logs").run()
             return Ending(code, ranks=command.ranks)
 
-    sys.exit(Restarts(Path(folder), start, most=0, resumes=False).run())
+    sys.exit(Restarts(Path(folder), start, max_restarts=0, resumes=False).run())

@@ -178,5 +178,5 @@ def pack_mask(keep: torch.Tensor) -> torch.Tensor:
     """Pack keep[T,D], bool, into the bits that `reference.unpack_mask` reads."""
     rows, width = keep.shape
     padded = torch.nn.functional.pad(keep, (0, -width % 128)).view(rows, -1, 4, 4, 4, 2)  # row, b, q, c, j, e
-    words = (padded.long() << reference._places(keep.device)).sum((2, 4, 5))
+    words = (padded.long() << reference._bit_shifts(keep.device)).sum((2, 4, 5))
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).permute(1, 0, 2).contiguous()

@@ -34,7 +34,7 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.monitor.report.__main__ import main as report
 
 CODES = {0, 1, 2}
-MOST_LINES = 6
+MAX_LINES = 6
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def ends(run: Callable[[], int]) -> tuple[int, str]:
             code = int(end.code or 0)
     lines = err.getvalue().splitlines()
     assert code in CODES, (code, lines)
-    assert "Traceback" not in out.getvalue() and len(lines) <= MOST_LINES, lines
+    assert "Traceback" not in out.getvalue() and len(lines) <= MAX_LINES, lines
     for line in lines:
         assert_a_line(line)
     assert code == 0 or lines, "it failed without a word"

@@ -174,7 +174,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: Ending.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
         lambda: RestartNote.take(logs),
-        lambda: Restarts(run, lambda settings: Ending(0), most=3, resumes=True).run(),
+        lambda: Restarts(run, lambda settings: Ending(0), max_restarts=3, resumes=True).run(),
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),

@@ -317,7 +317,12 @@ def test_offsets_that_lie_are_found_out(tokenizer: PreTrainedTokenizerBase) -> N
 
 
 REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {
-    "gathered after the loop": (GATHERED, TALK, {}, ("record 1", "does not write assistant turn 3", "{% generation %}")),
+    "gathered after the loop": (
+        GATHERED,
+        TALK,
+        {},
+        ("record 1", "not write assistant turn 3", "{% generation %}"),
+    ),
     "roles that do not alternate": (BRACKETS, TALK[2:], {}, ("record 1", "roles must alternate")),
     "tool calls in a template without": (
         CHATML,
@@ -343,7 +348,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ),
         TALK,
         {},
-        ("record 1", "does not write assistant turn 3"),
+        ("record 1", "not write assistant turn 3"),
     ),
 }
 

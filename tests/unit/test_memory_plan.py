@@ -338,7 +338,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
         RestartNote(7, 8 >> len(started), 2 ** len(started), 3).write(tmp_path / "logs")
         return Ending(EXIT_RESTART)
 
-    assert Restarts(tmp_path, start, most=0, resumes=True).run() == 1
+    assert Restarts(tmp_path, start, max_restarts=0, resumes=True).run() == 1
     assert [len(more) for more in started] == [0, 5, 5, 5]
     assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
     assert RestartNote.take(tmp_path / "logs") is None
@@ -347,7 +347,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
 def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
     RestartNote(1, 1, 1, 2).write(tmp_path / "logs")  # of a run without a launcher
     endings = iter([Ending(0), Ending(1), Ending(EXIT_RESTART)])
-    starts = [Restarts(tmp_path, lambda _: next(endings), most=3, resumes=False) for _ in range(3)]
+    starts = [Restarts(tmp_path, lambda _: next(endings), max_restarts=3, resumes=False) for _ in range(3)]
     assert [start.run() for start in starts] == [0, 1, 1]
 
 

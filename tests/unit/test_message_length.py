@@ -10,7 +10,7 @@ import pytest
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, write_chats
 from trainer.config import UserError, load_config
-from trainer.config.errors import LONGEST_LINE, MOST_LINES, UserErrors, one_line
+from trainer.config.errors import LONGEST_LINE, MAX_LINES, UserErrors, one_line
 from trainer.config.messages import setting_names
 from trainer.setup.preflight import prepare
 
@@ -105,4 +105,4 @@ def test_the_beginning_and_the_end_of_a_message_stay() -> None:
 
 def test_more_mistakes_than_anyone_reads_are_counted() -> None:
     reported = UserErrors([f"s{at}: unknown setting" for at in range(1_000)])
-    assert len(reported.messages) == MOST_LINES + 1 and reported.messages[-1].startswith("and 900 more mistakes")
+    assert len(reported.messages) == MAX_LINES + 1 and reported.messages[-1].startswith("and 900 more mistakes")

@@ -121,7 +121,7 @@ def test_documents_of_similar_length_are_computed_together() -> None:
     found = Documents(positions, torch.clone, one_call=False)
     assert [tuple(index.shape) for index in found.groups] == [(1, 1), (3, 4), (3, 100)]
     tokens = torch.cat([index.flatten() for index in found.groups])
-    assert torch.equal(tokens[found.places], torch.arange(positions.numel()))
+    assert torch.equal(tokens[found.positions], torch.arange(positions.numel()))
     assert [tuple(index.shape) for index in Documents(positions, torch.clone, one_call=True).groups] == [(7, 100)]
 
 

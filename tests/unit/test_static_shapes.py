@@ -61,10 +61,10 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     wanted = loss(model, batch, CPU)
     gradients = torch.autograd.grad(wanted, flat.buffers)
     shape = shape_of(batch)
-    assert shape.length > batch.input_ids.shape[1] or shape.places > (batch.targets != IGNORED).any(0).sum()
+    assert shape.length > batch.input_ids.shape[1] or shape.targets > (batch.targets != IGNORED).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
-    inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.places), CPU)
-    inputs.fill(*loss.build_host_inputs(pad_to_shape(batch, shape), shape.places))
+    inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.targets), CPU)
+    inputs.fill(*loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
         found = loss.compute_from_inputs(model, *inputs.read())

@@ -244,7 +244,7 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
     assert shown["left"] == "0:00:30 of training"
     assert shown["base"] == "sharded by ZeRO-3, zero.shard_within=host"
-    shown = dict(describe_run(tmp_path, over="CANCELLED"))
+    shown = dict(describe_run(tmp_path, end_state="CANCELLED"))
     assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
     shown = dict(describe_run(tmp_path))

@@ -54,7 +54,7 @@ class Difference:
     group: str | None
     """Its name in training.resume_changes; None if the change is always allowed."""
     fixed: bool = False
-    """Whether it can never change when a checkpoint is resumed."""
+    """Whether no setting allows this change when a checkpoint is resumed."""
 
 
 def run_identity(

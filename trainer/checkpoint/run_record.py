@@ -104,7 +104,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
-    """Clear the folder of an earlier run; return a message that names its new place, None if nothing was moved.
+    """Clear the folder of an earlier run; return a message that names its new path, None if nothing was moved.
 
     `overwrite` true moves everything in the folder aside, `delete` deletes the files that the run wrote.
     """

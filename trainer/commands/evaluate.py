@@ -290,9 +290,9 @@ def _check_task_options(arguments: argparse.Namespace) -> None:
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
     if arguments.data is not None:
         raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data; remove one")
-    asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
+    given = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
     try:
-        scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))
+        scorer = TaskScores(EvaluationSection(**given), tokenizer, batch_size, Ranks(0, 1, 0))
     except UserError as error:
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = default_device()

@@ -18,7 +18,9 @@ BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that ask for a prediction."""
-    parser.add_argument("--network", help="also predict the speed; bytes a GPU receives from other hosts: 50GB/s")
+    parser.add_argument(
+        "--network", help="also predict the speed, for this bandwidth per GPU between hosts, such as 50GB/s"
+    )
     parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
     parser.add_argument("--card", help=f"predict the speed on this card (default: {MEASURED})")
 

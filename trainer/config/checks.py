@@ -197,14 +197,14 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
-    asked, best = config.evaluation, config.training.compared_metric
-    for name in asked.metrics:
+    evaluation, best = config.evaluation, config.training.compared_metric
+    for name in evaluation.metrics:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
             yield Mistake("evaluation.metrics", name, "unknown metric", fix)
-    known = [*LOSSES, *(name.rpartition(":")[2] for name in asked.metrics)]
-    if best not in known and not (asked.tasks and "/" in best):
-        fix = f"use {', '.join(known)}{' or TASK/METRIC' if asked.tasks else ''}"
+    known = [*LOSSES, *(name.rpartition(":")[2] for name in evaluation.metrics)]
+    if best not in known and not (evaluation.tasks and "/" in best):
+        fix = f"use {', '.join(known)}{' or TASK/METRIC' if evaluation.tasks else ''}"
         involves = "evaluation.metrics evaluation.tasks"
         yield Mistake("training.best_metric", best, "not a metric of this run", fix, involves)
 

@@ -16,7 +16,7 @@ WORDS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
 """Messages for users by pydantic's type of error."""
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
-MOST_LINES = 100
+MAX_LINES = 100
 # Sequences that a terminal obeys (colours, the window title, text typed into the shell), then single characters.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]?"
@@ -41,11 +41,11 @@ def one_line(message: str) -> str:
     return _without_middle(" ".join(words), LONGEST_LINE)
 
 
-def _without_middle(text: str, most: int) -> str:
-    if len(text) <= most:
+def _without_middle(text: str, limit: int) -> str:
+    if len(text) <= limit:
         return text
-    end = most // 3
-    return f"{text[: most - end - 3]}...{text[-end:]}"
+    end = limit // 3
+    return f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
 class UserError(Exception):
@@ -64,9 +64,9 @@ class UserErrors(UserError):
     def __init__(self, mistakes: Sequence["Mistake | str"]) -> None:
         super().__init__(str(mistakes[0]))
         self.mistakes = mistakes
-        self.messages = [str(UserError(str(mistake))) for mistake in mistakes[:MOST_LINES]]
-        if len(mistakes) > MOST_LINES:
-            self.messages.append(f"and {len(mistakes) - MOST_LINES:,} more mistakes, listed when these are fixed")
+        self.messages = [str(UserError(str(mistake))) for mistake in mistakes[:MAX_LINES]]
+        if len(mistakes) > MAX_LINES:
+            self.messages.append(f"and {len(mistakes) - MAX_LINES:,} more mistakes, listed when these are fixed")
 
     def __str__(self) -> str:
         # The caller prints `error: ` before the first line.

@@ -48,7 +48,7 @@ def is_remote(text: str) -> bool:
 
 
 def local_copy(url: str) -> Path:
-    """Return the place of the local copy of a URL, in the cache."""
+    """Return the path of a URL's local copy in the cache."""
     scheme, _, rest = url.partition("://")
     return _copies().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 

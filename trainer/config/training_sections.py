@@ -180,8 +180,8 @@ class TrainingSection(Section):
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
     recompute_attention: Annotated[bool, LANGUAGE] = True
-    """Whether recomputed layers compute attention again; false: keep its output and log-sum-exp, where the layers'
-    inputs are."""
+    """Whether recomputed layers also recompute attention; false keeps its output and log-sum-exp, stored where the
+    layers' inputs are."""
     on_oom: Literal["stop", "halve"] = "stop"
     """`halve`: when a GPU is out of memory, restart from the newest checkpoint with half the batch_size and twice the
     accumulation, up to three times."""
@@ -228,7 +228,7 @@ class TrainingSection(Section):
     """Capture the kernels of a micro-step in CUDA graphs and replay them, if the adapter is one buffer. `auto`: if the
     GPU waits for the host in the first steps (small batches of small models) and replay is faster."""
     cudnn_benchmark: bool = False
-    """Let cuDNN benchmark its kernels at the start."""
+    """Benchmark cuDNN's kernels at the start, and use the fastest."""
     deterministic: bool = False
     """Use only deterministic kernels."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

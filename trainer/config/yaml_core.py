@@ -13,8 +13,8 @@ import yaml
 from trainer.config.errors import UserError
 from trainer.config.files import UnreadableFile, decode_text, read_bytes
 
-MOST_BYTES = 8 * 2**20
-MOST_VALUES = 100_000
+MAX_BYTES = 8 * 2**20
+MAX_VALUES = 100_000
 """Limits the expansion of nested anchors, which reach billions of values in a few lines."""
 
 PRESETS = "presets are in configs/"
@@ -189,7 +189,7 @@ def _hint(problem: str) -> str:
 def read_text(path: Path, fix: str = PRESETS) -> str:
     """Return the text of a file; raises UserError if it cannot be read, with `fix` if it does not exist."""
     try:
-        return decode_text(read_bytes(path, MOST_BYTES), path)
+        return decode_text(read_bytes(path, MAX_BYTES), path)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
@@ -209,8 +209,8 @@ def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> 
     known[id(node)] = 0  # its count is not finished
     inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
     total = 1 + sum(_count_values(part, known, path) for part in inner)
-    if total > MOST_VALUES:
-        raise UserError(f"{path}: more than {MOST_VALUES:,} values; use a YAML file of settings")
+    if total > MAX_VALUES:
+        raise UserError(f"{path}: more than {MAX_VALUES:,} values; use a YAML file of settings")
     known[id(node)] = total
     return total
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from trainer.config.files import Count, ProcessId, Seconds, UnreadableFile, find_json, parse_json, read_bytes
 
 LINE_BYTES, STEP_BYTES = 768, 32
-MOST_BYTES, MOST_STEPS = 1 << 16, 2**63
+MAX_BYTES, MAX_STEPS = 1 << 16, 2**63
 ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
 """The `place` of a rank that waits for another process to compile an operator."""
@@ -120,14 +120,14 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         return beats
     for path in paths:
         try:
-            line, _, noted = read_bytes(path, MOST_BYTES).partition(b"\n")
+            line, _, noted = read_bytes(path, MAX_BYTES).partition(b"\n")
             steps = [int(word) for word in noted.split()]
         except (OSError, ValueError, UnreadableFile):
             continue
         beat = Heartbeat.parse(line)
         if beat is None or path.stem != f"heartbeat-{beat.rank}":
             continue
-        if steps and beat.step < steps[-1] < MOST_STEPS:
+        if steps and beat.step < steps[-1] < MAX_STEPS:
             # The phase is that of the previous step.
             beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
         beats[beat.rank] = beat

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.config.files import UnreadableFile, parse_json, read_json
 from trainer.contract.whole_files import write_json
 
-MOST_METRICS_BYTES = 1 << 34
+MAX_METRICS_BYTES = 1 << 34
 Record = dict[str, int | float | None]
 _Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 _Number = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300)]

@@ -13,7 +13,7 @@ from trainer.config.files import Count, find_json, read_json
 from trainer.contract.json_records import SWEEP
 from trainer.contract.whole_files import write_json
 
-MOST_HALVINGS = 3
+MAX_HALVINGS = 3
 _NOTE_FILE = "out_of_memory.json"
 _FILE = "restarts.json"
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")

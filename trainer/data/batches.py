@@ -388,11 +388,11 @@ def collate(
         targets[index, :length] = found[index]
         extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
     batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens, weights=weights)
-    places = torch.from_numpy(extra)
+    extra_BL = torch.from_numpy(extra)
     if not packed:
-        return replace(batch, attention_mask=places)
+        return replace(batch, attention_mask=extra_BL)
     widths = torch.tensor([len(row.input_ids) for row in rows])
-    return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
+    return replace(batch, position_ids=extra_BL, unpadded=(torch.arange(longest) < widths[:, None]).long())
 
 
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
@@ -456,8 +456,8 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
 
 def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
     """Return the weights of the targets of all rows, fp32; None if all are 1."""
-    places = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
-    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, places, strict=True)]
+    extra_BL = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
+    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, extra_BL, strict=True)]
     weights = np.concatenate(parts)
     return torch.from_numpy(weights) if (weights != 1.0).any() else None
 

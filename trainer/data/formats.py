@@ -213,6 +213,6 @@ def describe_type(value: Any) -> str:
 
 def listed(names: Iterable[str]) -> str:
     """Return field names for a message, at most twelve."""
-    every = [shown(name, 60) for name in names]
-    more = f" and {len(every) - 12} more" if len(every) > 12 else ""
-    return (", ".join(every[:12]) or "no fields") + more
+    shown_names = [shown(name, 60) for name in names]
+    more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
+    return (", ".join(shown_names[:12]) or "no fields") + more

@@ -17,8 +17,8 @@ from trainer.config.errors import shown
 WORTH_SAYING = 0.01
 MANY_COPIES = 0.05
 # Limits of a weight of a mix: repeats of a document, and resulting documents (8 bytes each).
-MOST_REPEATS = 1000
-MOST_DOCUMENTS = 200_000_000
+MAX_REPEATS = 1000
+MAX_DOCUMENTS = 200_000_000
 
 Sources = list[tuple[str, SourceSection]]
 Index = NDArray[np.int64]
@@ -192,11 +192,11 @@ def weighted(members: Index, weight: float, generator: np.random.Generator, labe
 
     Raises UserError for a weight that results in no documents, or in too many.
     """
-    if weight > MOST_REPEATS or weight * len(members) > MOST_DOCUMENTS:
-        most = min(MOST_REPEATS, MOST_DOCUMENTS // max(1, len(members)))
+    if weight > MAX_REPEATS or weight * len(members) > MAX_DOCUMENTS:
+        limit = min(MAX_REPEATS, MAX_DOCUMENTS // max(1, len(members)))
         raise UserError(
             f"{label}.weight={weight:g}: would take each of its {len(members):,} records {weight:g} times; "
-            f"use {most} or less, or lower the other weights"
+            f"use {limit} or less, or lower the other weights"
         )
     whole = int(weight)
     extra = generator.permutation(len(members))[: round((weight - whole) * len(members))]

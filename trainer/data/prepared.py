@@ -23,7 +23,7 @@ class Prepared:
     sample_prompts: tuple[Prompt, ...] = ()
     """Prompts of logging.sample_prompts, including those from files."""
     longest: int | None = None
-    """The model's context in tokens."""
+    """The model's context length in tokens; None if unknown or unlimited."""
     images: ImageReader | None = None
     """The processor of a model that is trained on images."""
     adapters: "tuple[Prepared, ...]" = ()

@@ -88,10 +88,10 @@ def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
         return [bool(example.completion.strip())] if example.prompt else []
     if not train_on & {"assistant", "all"}:
         return []
-    said = enumerate(example.messages)
+    messages = enumerate(example.messages)
     return [
         bool(message["content"].strip() or message.get("tool_calls"))
-        for turn, message in said
+        for turn, message in messages
         if message["role"] == "assistant" and example.weights.get(turn, 1.0)
     ]
 

@@ -23,9 +23,9 @@ _MEASURED_SAMPLES = 1000
 def shared_length(chosen: Sample, rejected: Sample) -> int:
     """Return the number of common first tokens that are computed only once."""
     answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
-    most = max(0, min(answer - 1, len(chosen.input_ids)))
-    equal = np.asarray(chosen.input_ids[:most]) == np.asarray(rejected.input_ids[:most])
-    return most if equal.all() else int(equal.argmin())
+    shortest = max(0, min(answer - 1, len(chosen.input_ids)))
+    equal = np.asarray(chosen.input_ids[:shortest]) == np.asarray(rejected.input_ids[:shortest])
+    return shortest if equal.all() else int(equal.argmin())
 
 
 def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:

@@ -24,7 +24,7 @@ class StaticShape:
     """Rows, B."""
     length: int
     """Tokens per row, L."""
-    places: int
+    targets: int
     """Positions per row with an output head, K."""
     packed: bool = False
     documents: int = 0
@@ -37,8 +37,11 @@ class StaticShape:
         if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
             return False
         if self.is_even or other.is_even:
-            return (self.documents, self.longest) == (other.documents, other.longest) and self.places >= other.places
-        return self.places >= other.places and self.documents >= other.documents and self.longest >= other.longest
+            return (self.documents, self.longest) == (
+                other.documents,
+                other.longest,
+            ) and self.targets >= other.targets
+        return self.targets >= other.targets and self.documents >= other.documents and self.longest >= other.longest
 
     @property
     def is_even(self) -> bool:
@@ -62,16 +65,16 @@ def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
     rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
     length = own if own == usual[0] else rounded_up(own)
     unit = max(1, length // HEAD_PARTS)
-    places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
+    targets = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
     if batch.cu_seqlens is None:
-        return StaticShape(rows, length, places, packed=batch.position_ids is not None)
+        return StaticShape(rows, length, targets, packed=batch.position_ids is not None)
     documents = len(batch.cu_seqlens) - 1
     if documents * batch.max_seqlen == own == length:
-        return StaticShape(rows, length, places, True, documents, batch.max_seqlen)
+        return StaticShape(rows, length, targets, True, documents, batch.max_seqlen)
     bounds = max(LEAST_DOCUMENTS, 1 << documents.bit_length())  # one more at least, for the padding
     longest = 1 << (max(batch.max_seqlen, length - own) - 1).bit_length()
     # Documents that only seem to be of one length would be computed as if they were.
-    return StaticShape(rows, length, places, True, bounds, longest + (bounds * longest == length))
+    return StaticShape(rows, length, targets, True, bounds, longest + (bounds * longest == length))
 
 
 def pad_to_shape(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:

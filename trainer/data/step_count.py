@@ -54,8 +54,8 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
     if wanted is None:
         return config
     if wanted == AUTO:
-        most = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
-        of_rank = min(LARGEST_GLOBAL_BATCH, max(1.0, most)) / world_size
+        limit = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
+        of_rank = min(LARGEST_GLOBAL_BATCH, max(1.0, limit)) / world_size
         of_rank = 2 ** math.floor(math.log2(of_rank)) if of_rank > 1 else 1
     elif wanted % world_size:
         near = max(1, round(wanted / world_size)) * world_size

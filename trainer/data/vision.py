@@ -56,20 +56,20 @@ class ImageReader:
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     def edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
-        """Return for each image its place in a rendered text and its tokens; and whether one is animated.
+        """Return for each image its position in a rendered text and its tokens; and whether one is animated.
 
         Raises UserError for an image that cannot be read, and a text with more or fewer places than images.
         """
-        places = [at for at in range(len(text)) if text.startswith(self.token, at)] if self.token in text else []
-        if len(places) != len(stored):
+        starts = [at for at in range(len(text)) if text.startswith(self.token, at)] if self.token in text else []
+        if len(starts) != len(stored):
             raise UserError(
-                f"{where}: the text has {self.token} {len(places)} times for {len(stored)} images; is it written in a "
+                f"{where}: the text has {self.token} {len(starts)} times for {len(stored)} images; is it written in a "
                 "turn, or does the chat template leave images out? Remove it, or set dataset.chat_template"
             )
         data = [self._read(each, f"{where}, image {number}") for number, each in enumerate(stored, start=1)]
         images = [decode_image(each, name) for each, name in data]
         texts = self._process(images, where)[1] if images else []
-        edits = [(at, at + len(self.token), each) for at, each in zip(places, texts, strict=True)]
+        edits = [(at, at + len(self.token), each) for at, each in zip(starts, texts, strict=True)]
         return edits, any(is_animated(each) for each, _ in data)
 
     def inputs(self, stored: Sequence[bytes]) -> dict[str, Any]:

@@ -348,9 +348,9 @@ def _count(
 ) -> torch.Tensor:
     """Return [N, 5] over all ranks: weight of the targets, targets, tokens, stops and saves of each adapter."""
     rows = []
-    for own, asked in zip(batches, wants, strict=True):
+    for own, wanted in zip(batches, wants, strict=True):
         sizes = [(each.target_weight, each.target_count, each.tokens) for each in own]
-        rows.append([*map(sum, zip(*sizes, strict=True)), *asked])
+        rows.append([*map(sum, zip(*sizes, strict=True)), *wanted])
     counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 

@@ -65,8 +65,8 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
-        most = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, most)
+        limit = planner.largest_batch(config, memory) or 1
+        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
@@ -107,8 +107,8 @@ def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Ad
     return []
 
 
-def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
-    """Return the largest micro-batch up to `most` that keeps the global batch, with its accumulation."""
+def smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
+    """Return the largest micro-batch up to `limit` that keeps the global batch, with its accumulation."""
     rows = batch_size * accumulation
-    size = next(size for size in range(max(1, min(most, batch_size)), 0, -1) if rows % size == 0)
+    size = next(size for size in range(max(1, min(limit, batch_size)), 0, -1) if rows % size == 0)
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}

@@ -166,9 +166,9 @@ def decide_for_images(config: RunConfig, machine: Machine, model: ModelPropertie
 
 def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[str]:
     """Choose transformers' default for `auto`, or variable-length kernels for packed sequences if the model can."""
-    asked = config.model.attn_implementation
-    if asked != "auto":
-        return Decided(asked, "asked for")
+    requested = config.model.attn_implementation
+    if requested != "auto":
+        return Decided(requested, "asked for")
     if config.parallel.sequence > 1:
         return Decided(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
     if model is not None and model.sinks and model.registry and config.dataset.packing:
@@ -253,11 +253,11 @@ def _attention_again(config: RunConfig) -> Decided[bool]:
 
 
 def _mlp_tile(config: RunConfig) -> Decided[int]:
-    asked = config.training.tiled_mlp
-    if not asked:
+    requested = config.training.tiled_mlp
+    if not requested:
         return Decided(0, "training.tiled_mlp: false")
-    if asked != "auto":
-        return Decided(AUTO_TILE if asked is True else asked)
+    if requested != "auto":
+        return Decided(AUTO_TILE if requested is True else requested)
     rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
     if rows * config.dataset.max_length // config.parallel.sequence < MANY_TOKENS:
         return Decided(0, f"fewer than {MANY_TOKENS:,} tokens at once")
@@ -276,8 +276,8 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | No
 
 
 def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
-    asked = config.training.cuda_graphs
-    if asked == "off":
+    requested = config.training.cuda_graphs
+    if requested == "off":
         return Decided(False, "training.cuda_graphs: off")
     if not machine.on_gpu:
         return Decided(False, "there is no GPU")
@@ -285,7 +285,7 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
         return Decided(False, obstacle[1])
     if _mlp_tile(config).value:
         return Decided(False, TILES_NO_GRAPHS)
-    return Decided(True, "asked for") if asked == "on" else Decided(None)
+    return Decided(True, "asked for") if requested == "on" else Decided(None)
 
 
 def _shard_group(config: RunConfig, machine: Machine) -> Decided[int]:

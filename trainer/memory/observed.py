@@ -240,7 +240,7 @@ def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
 
 
 def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
-    """Let experts without an adapter run on the meta device, where transformers' code cannot."""
+    """Make experts without an adapter run on the meta device, where transformers' code fails."""
     from trainer.model.expert_adapter import ParamWrapper
 
     wrapped = {id(each.get_base_layer()) for each in model.modules() if isinstance(each, ParamWrapper)}

@@ -62,8 +62,8 @@ class Lengths:
         if not hasattr(samples, "lengths"):
             return cls.assumed(config)
         tokens, targets = samples.lengths()
-        places = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
-        return cls(int(tokens.max()), int(targets.max()), len(tokens), places)
+        target_count = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
+        return cls(int(tokens.max()), int(targets.max()), len(tokens), target_count)
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Planner:
         without = self._resolved(apply_changes(config, {RECOMPUTATION: "none"}), memory)
         if memory is None or self.estimate(without).needed <= memory:
             return without
-        every = self._resolved(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
-        return every if self.estimate(every).needed > memory else self._fewest_layers(every, memory)
+        all_layers = self._resolved(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
+        return all_layers if self.estimate(all_layers).needed > memory else self._fewest_layers(all_layers, memory)
 
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         """Set the smallest number of recomputed layers that fits `memory`, if not all are needed."""

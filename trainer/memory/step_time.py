@@ -19,7 +19,7 @@ from trainer.monitor.mfu import PEAKS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 MEASURED = "H100"
-"""The card with the figures that other cards get, with a note."""
+"""The card that stands in, with a note, for cards without measured figures."""
 FORWARD = 0.3
 """Cost of recomputing the forward pass of a layer without attention, over that of its step without attention."""
 SKEW = 0.0035
@@ -114,7 +114,7 @@ def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict
 
 
 def _recomputed_fraction(config: RunConfig, layers: int) -> float:
-    """Return the fraction of the layers' forward pass that is computed again."""
+    """Return the fraction of the layers' forward pass that is recomputed."""
     mode = config.training.gradient_checkpointing
     if mode in ("none", "selective"):
         return 0.0 if mode == "none" else 0.5

@@ -133,10 +133,10 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
         if matches_aliases(name, known) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
         if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
-            every = name[: one.start(1)] + "*" + name[one.end(1) :]
+            pattern = name[: one.start(1)] + "*" + name[one.end(1) :]
             raise UserError(
                 f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
-                f"{every if matches_aliases(every, known) else 'experts'}"
+                f"{pattern if matches_aliases(pattern, known) else 'experts'}"
             )
 
 

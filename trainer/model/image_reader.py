@@ -149,14 +149,14 @@ def cache_features(
     others = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     ours = (image for chunk in samples.image_chunks() for image in chunk[others.index(rank) :: len(others)])
     missing = {path: image for image in ours if not (path := files.path(image)).exists()}
-    most = max(gather_objects(len(missing)))
+    rounds = max(gather_objects(len(missing)))
     paths = list(missing)
-    for number in range(most):
+    for number in range(rounds):
         output, grid = compute(missing[paths[number]] if number < len(paths) else noise)
         if number < len(paths):
             files.write(paths[number], output, grid)
         if (number + 1) % SHOWN_EVERY == 0:
-            say(f"image features: {number + 1:,} of {most:,} computed by each rank")
+            say(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))
     say(f"image features: {computed:,} computed, in {files.folder}")
     return replace(inputs, features=files, empty=None)

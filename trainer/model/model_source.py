@@ -16,7 +16,7 @@ from trainer.config.files import UnreadableFile, check_shape, read_json
 
 LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
@@ -47,7 +47,7 @@ class Quantization:
 class Config:
     """The keys of config.json used here; transformers reads the rest."""
 
-    num_hidden_layers: Annotated[int, Field(le=MOST_LAYERS)] | None = None
+    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, Any] | None = None
@@ -74,70 +74,72 @@ ON_THE_HUB = "it is OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 def check_source(setting: str, name: str) -> None:
     """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid name on the hub."""
-    said = f"{setting}={name}"
+    prefix = f"{setting}={name}"
     if "://" in name:
         words = [word for word in urlparse(name).path.split("/") if word]
         advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else ON_THE_HUB
-        raise UserError(f"{said}: is a URL; {advice}")
+        raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > LONGEST_NAME:
         raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes; at most {LONGEST_NAME} are allowed")
     path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{said}: is a file; use the folder that holds it together with its config.json")
+            raise UserError(f"{prefix}: is a file; use the folder that holds it together with its config.json")
         if path.is_dir():
             os.listdir(path)
             return
     except PermissionError:
-        raise UserError(f"{said}: no permission to read that folder; fix its permissions, or copy the model") from None
+        raise UserError(
+            f"{prefix}: no permission to read that folder; fix its permissions, or copy the model"
+        ) from None
     except (OSError, ValueError) as error:  # such as a null byte
-        raise UserError(f"{said}: cannot be read ({error}); {ON_THE_HUB}") from None
+        raise UserError(f"{prefix}: cannot be read ({error}); {ON_THE_HUB}") from None
     if not HUB_NAME.fullmatch(name):
         there = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{said}: no such folder ({there} exists); check the name: {ON_THE_HUB}")
+        raise UserError(f"{prefix}: no such folder ({there} exists); check the name: {ON_THE_HUB}")
 
 
 def check_config_file(base_model: str) -> None:
     """Raise UserError if a folder has no config.json that transformers can read."""
-    folder, said = Path(base_model), f"base_model={base_model}"
+    folder, prefix = Path(base_model), f"base_model={base_model}"
     if not folder.is_dir():
         return
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{said}: {_describe_missing_config(folder)}")
+        raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
     if (folder / FILE).exists():
         raise UserError(
-            f"{said}: also holds an adapter, and transformers would load that with its base instead of these weights; "
-            f"move {FILE} to a folder of its own"
+            f"{prefix}: also holds an adapter, and transformers would load that with its base instead of these "
+            f"weights; move {FILE} to a separate folder"
         )
-    settings = read_settings(said, file, Config)
+    settings = read_settings(prefix, file, Config)
     for name, shape in (("generation_config.json", Generation), ("tokenizer_config.json", TokenizerConfig)):
         if (folder / name).exists():
-            read_settings(said, folder / name, shape)
+            read_settings(prefix, folder / name, shape)
     if settings.auto_map:
         return  # comes with its own code
     from transformers import CONFIG_MAPPING, __version__
 
     kind = settings.model_type
     if kind is None:
-        raise UserError(f"{said}: config.json has no model_type; copy it again from the model")
+        raise UserError(f"{prefix}: config.json has no model_type; copy it again from the model")
     if kind not in CONFIG_MAPPING:
         raise UserError(
-            f"{said}: config.json says model_type {kind}, which transformers {__version__} does not know; "
+            f"{prefix}: config.json says model_type {kind}, which transformers {__version__} does not know; "
             "check it, or install a newer transformers"
         )
 
 
-def read_settings(said: str, file: Path, shape: Any) -> Any:
-    """Return the settings in a model's file. Raises UserError, beginning with `said`, if it is invalid."""
+def read_settings(prefix: str, file: Path, shape: Any) -> Any:
+    """Return the settings in a model's file. Raises UserError, beginning with `prefix`, if it is invalid."""
     try:
         return read_json(file, shape)
     except UnreadableFile as fault:
-        raise UserError(f"{said}: {file.name}: {fault.problem}; copy it again from the model") from None
+        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the model") from None
 
 
-def check_settings(said: str, model_config: Any) -> None:
+def check_settings(prefix: str, model_config: Any) -> None:
     """Raise UserError if values in a loaded configuration have unexpected types."""
     found = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
     if not isinstance(found["quantization_config"], dict | None):
@@ -145,7 +147,7 @@ def check_settings(said: str, model_config: Any) -> None:
     try:
         check_shape(found, Path("config.json"), Config)
     except UnreadableFile as fault:
-        raise UserError(f"{said}: config.json: {fault.problem}; copy it again from the model") from None
+        raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the model") from None
 
 
 def _describe_missing_config(folder: Path) -> str:
@@ -168,19 +170,19 @@ def unreadable_error(
 
     With `model_config`, the configuration was read but no model could be built from it.
     """
-    said = f"{setting}={name}"
+    prefix = f"{setting}={name}"
     reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _first_line(error)
     if isinstance(error, ImportError):
-        return UserError(f"{said}: {str(error).strip().partition(' but')[0]}; install it with pip")
+        return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
-        return UserError(f"{said}: comes with its own code; read it, then set model.trust_remote_code: true")
+        return UserError(f"{prefix}: comes with its own code; read it, then set model.trust_remote_code: true")
     if not (folder := Path(name)).is_dir() and model_config is None:
-        return UserError(f"{said}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
+        return UserError(f"{prefix}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
     if not tokenizer:
-        return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")
+        return UserError(f"{prefix}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return no_tokenizer_error(setting, name)
-    return UserError(f"{said}: {_describe_tokenizer_fault(folder, reason)}")
+    return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
 
 
 def no_tokenizer_error(setting: str, name: str) -> UserError:

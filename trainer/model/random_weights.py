@@ -20,7 +20,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights
 STANDARD_DEVIATION = 0.02
 UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models although configurations do not declare them
 MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
-MOST, MOST_LAYERS = 10_000_000, 1000  # upper limits of a shape's settings
+MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # upper limits of a shape's settings
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,9 +78,9 @@ def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {usual}")
     if isinstance(usual, int):
-        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
-        if not 1 <= value <= most or value != int(value):
-            raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {most:,}")
+        limit = MAX_LAYERS if key == "num_hidden_layers" else MAX_VALUE
+        if not 1 <= value <= limit or value != int(value):
+            raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {limit:,}")
         return int(value)
     return value
 

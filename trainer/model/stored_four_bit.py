@@ -33,7 +33,7 @@ PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
 TYPES = ("F32", "F16", "BF16", "F8_E4M3")
 """SCALES, as safetensors names them."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in an int32 of each of 8 neighbouring columns."""
+"""The position in an int32 of each of 8 neighbouring columns."""
 Shape = tuple[int, ...]
 
 
@@ -270,7 +270,7 @@ def _shifts(order: Sequence[int]) -> Tensor:
 
 
 def unpack(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Return the 4-bit codes [N, 8 K] of int32 [N, K] as uint8; `order` is the place of each of 8 neighbours."""
+    """Return the 4-bit codes [N, 8 K] of int32 [N, K] as uint8; `order` is the position of each of 8 neighbours."""
     return (words[..., None] >> _shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 

@@ -60,7 +60,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
-    name, asked = type(model).__name__, len(model.state_dict())
+    name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model has an output head instead.
         found = found | {
@@ -71,14 +71,14 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     if found["missing_keys"]:
         first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
         raise UserError(
-            f"{setting}: {count} of the {asked} weights of {name} as config.json describes it are in none of its files "
-            f"(first: {first}) and would be random; {SAME_MODEL}, or download it again"
+            f"{setting}: {count} of the {expected} weights of {name} as config.json describes it are in none of its "
+            f"files (first: {first}) and would be random; {SAME_MODEL}, or download it again"
         )
     if found["mismatched_keys"]:
         wrong = sorted(found["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
         first, has, wanted = wrong[0]
         raise UserError(
-            f"{setting}: {len(wrong)} of {asked} weights do not fit config.json (first: {first} has shape "
+            f"{setting}: {len(wrong)} of {expected} weights do not fit config.json (first: {first} has shape "
             f"{tuple(has)}, config.json says {tuple(wanted)}); take both from the same model"
         )
     if extra:

@@ -21,7 +21,7 @@ from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
 READER_PATIENCE_S = 10.0
-MOST_REPEATED = 10
+MAX_REPEATED = 10
 """Warnings printed again at the end of a run."""
 
 
@@ -116,10 +116,10 @@ class Output:
         found = self.warnings
         if found:
             self.show(f"{len(found)} warning{'s' * (len(found) > 1)} of this run:")
-        for line in found[:MOST_REPEATED]:
+        for line in found[:MAX_REPEATED]:
             self._print(line, shown=True)
-        if len(found) > MOST_REPEATED:
-            self.show(f"... and {len(found) - MOST_REPEATED} more, in logs/rank-0.log")
+        if len(found) > MAX_REPEATED:
+            self.show(f"... and {len(found) - MAX_REPEATED} more, in logs/rank-0.log")
 
     def _print(self, line: Any, *, shown: bool) -> None:
         if self._name and isinstance(line, str):

@@ -199,8 +199,8 @@ class ExpertLoad(Hook):
         if not self._visits:
             return {}
         visits = [self._visits[layer] for layer in sorted(self._visits)]
-        every = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
-        fractions = [counts.double() / counts.sum().clamp(min=1) for counts in every]
+        summed = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
+        fractions = [counts.double() / counts.sum().clamp(min=1) for counts in summed]
         entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
         table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
         busiest, idlest, entropy = table.mean(0).tolist()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from trainer.config import LoggingSection, UserError
 from trainer.config.files import UnreadableFile, read_bytes
-from trainer.contract.json_records import MOST_METRICS_BYTES, parse_record
+from trainer.contract.json_records import MAX_METRICS_BYTES, parse_record
 from trainer.contract.json_records import Record as Record
 from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import write_whole
@@ -45,7 +45,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     """
     path = run_dir / METRICS_FILE
     try:
-        lines = read_bytes(path, MOST_METRICS_BYTES).split(b"\n")
+        lines = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; use the output folder of a run that has trained") from None
     records: list[Record] = []

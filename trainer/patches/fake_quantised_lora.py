@@ -27,7 +27,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
-    """Let every adapted layer compute with its merged weight rounded to integers; return lines for the console.
+    """Make every adapted layer compute with its merged weight rounded to integers; return lines for the console.
 
     Raises UserError if torchao is missing or a layer cannot be rounded.
     """

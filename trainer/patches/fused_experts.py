@@ -17,7 +17,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of experts without an adapter")
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Let the operator also compute experts without an adapter on a GPU; return lines for the console."""
+    """Make the operator also compute experts without an adapter on a GPU; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

@@ -156,8 +156,8 @@ class Member:
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
 
-    def serve_among(self, active: Sequence[str]) -> None:
-        """Apply the adapter although several are active."""
+    def apply_when_active(self, active: Sequence[str]) -> None:
+        """Apply this adapter when PEFT's active adapters are `active`, of which it is one."""
         self._active = (active, active)
 
     @property

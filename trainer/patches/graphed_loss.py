@@ -26,7 +26,7 @@ UNMEASURED = 3
 MEASURED = 3
 HOST_BOUND = 0.8
 """Capture is tried if launching takes the host at least this fraction of a forward pass."""
-MOST_CAPTURES = 16
+MAX_CAPTURES = 16
 Say = Callable[[str], None]
 Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
 
@@ -140,7 +140,7 @@ class GraphedLoss:
             torch.cuda.empty_cache()
 
     def _inputs_on_host(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
-        return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.places)
+        return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
@@ -170,10 +170,10 @@ class GraphedLoss:
         shape = shape_of(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
         fitting = [other for other in self._captures if other.holds(shape)]
         if fitting:
-            return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.places)]
+            return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
         recurs = self._seen[shape] > 1 or not self._captures
-        if not recurs or not self._loss.observed or len(self._captures) == MOST_CAPTURES:
+        if not recurs or not self._loss.observed or len(self._captures) == MAX_CAPTURES:
             return None
         return self._capture(batch, shape, device)
 

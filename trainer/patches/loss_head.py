@@ -92,13 +92,13 @@ class TokenLoss:
 
         # On the host, where the batch is: nonzero on the device would wait for it.
         flat = targets.flatten()
-        places = (flat != IGNORED).nonzero().squeeze(1)
-        chosen = to_device(flat[places], device)
-        places_on_device = to_device(places, device) if len(places) != len(flat) else None
-        return self._compute(call, inputs, chosen, places_on_device, weights, parts)
+        target_positions = (flat != IGNORED).nonzero().squeeze(1)
+        chosen = to_device(flat[target_positions], device)
+        positions_on_device = to_device(target_positions, device) if len(target_positions) != len(flat) else None
+        return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
 
-    def build_host_inputs(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
+    def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return inputs and targets [B, K], K at least `target_positions`, on the host for `compute_from_inputs`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
@@ -113,8 +113,8 @@ class TokenLoss:
         if self._picks_logits:
             wanted = (targets != IGNORED).any(0)
             kept = wanted.nonzero().squeeze(1)
-            if len(kept) < places:
-                kept = torch.cat([kept, (~wanted).nonzero().squeeze(1)[: places - len(kept)]])
+            if len(kept) < target_positions:
+                kept = torch.cat([kept, (~wanted).nonzero().squeeze(1)[: target_positions - len(kept)]])
             targets = targets[:, kept]
             inputs["logits_to_keep"] = kept
         return inputs, targets
@@ -149,15 +149,15 @@ class TokenLoss:
         call: Callable[..., Any],
         inputs: dict[str, Any],
         chosen: torch.Tensor,
-        places: torch.Tensor | None,
+        target_positions: torch.Tensor | None,
         weights: torch.Tensor | None,
         parts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the loss of the rows `places` (None: all) with the targets `chosen` and their weights (None: 1)."""
+        """Return the loss at `target_positions` (None: all) with the targets `chosen` and their weights (None: 1)."""
 
         def select(rows: torch.Tensor) -> torch.Tensor:
             flat = rows.flatten(0, 1)
-            return flat if places is None else flat.index_select(0, places)
+            return flat if target_positions is None else flat.index_select(0, target_positions)
 
         def sum_parts(rows: torch.Tensor, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
             if parts is None:
@@ -202,11 +202,11 @@ class TokenLoss:
         inputs, targets = self._inputs(batch, device)
         flat = targets.flatten()
         found = (flat != IGNORED).nonzero().squeeze(1)
-        places, chosen = to_device(found, device), to_device(flat[found], device)
+        target_positions, chosen = to_device(found, device), to_device(flat[found], device)
 
         def compute_losses(hidden: torch.Tensor) -> torch.Tensor:
             weight, head = self._head_now()
-            states = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype)
+            states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
             base = None if base_states is None else base_states.to(weight.dtype)
             measures = measure_tokens(states, weight, chosen, **head, base_hidden=base)
             return measures.view(1, -1, 1)
@@ -215,7 +215,7 @@ class TokenLoss:
             values: torch.Tensor = self._call_model(model, inputs, batch).logits
         if self._head is not None:
             return values.view(len(MEASURES), -1) / (self._factor or 1.0)
-        logits = values.flatten(0, 1).index_select(0, places)
+        logits = values.flatten(0, 1).index_select(0, target_positions)
         losses = F.cross_entropy(logits.float(), chosen, reduction="none")
         return torch.cat([losses[None], measure_logits(logits, chosen)[LOSS + 1 :]])
 
@@ -240,12 +240,12 @@ class TokenLoss:
         `base_states` are the result of `compute_base_states` for this batch.
         """
         with self._outside_step(batch, device):
-            inputs, places = self._inputs_and_places(batch, device)
+            inputs, target_positions = self._inputs_and_positions(batch, device)
             head = self._head
 
             def compare(hidden: torch.Tensor) -> torch.Tensor:
                 weight, parts = self._head_now()
-                states = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype)
+                states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
                 return divergence_sum(states, base_states.to(weight.dtype), weight, **parts).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
@@ -253,7 +253,7 @@ class TokenLoss:
             if head is not None:
                 # As in the loss: undo the factor that the model applies to its logits.
                 return logits.view(()) / (self._factor or 1.0)
-            log_p_KV = logits.flatten(0, 1)[places].float().log_softmax(-1)
+            log_p_KV = logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
@@ -264,16 +264,16 @@ class TokenLoss:
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
         with self._outside_step(batch, device):
-            inputs, places = self._inputs_and_places(batch, device)
+            inputs, target_positions = self._inputs_and_positions(batch, device)
             seen: list[torch.Tensor] = []
 
             def keep(hidden: torch.Tensor) -> torch.Tensor:
-                seen.append(hidden.flatten(0, 1).index_select(0, places))
+                seen.append(hidden.flatten(0, 1).index_select(0, target_positions))
                 return hidden.new_zeros(1, 1, 1)
 
             with torch.no_grad(), bypass_adapter(self._module), replace_head(self._head, keep):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
-            return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
+            return seen[0] if seen else logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
 
     @contextmanager
     def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
@@ -283,7 +283,7 @@ class TokenLoss:
         with flat.keep_views() if flat is not None else nullcontext():
             yield
 
-    def _inputs_and_places(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+    def _inputs_and_positions(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         inputs, targets = self._inputs(batch, device)
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 

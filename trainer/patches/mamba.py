@@ -77,7 +77,7 @@ def is_mamba_2(module: nn.Module) -> bool:
 
 @replaces("`mamba2_split_conv1d_scan_combined` of modeling files")
 def call_projections_of_mamba(model: Any) -> list[str]:
-    """Let Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
+    """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
 
     mamba-ssm's kernel for a whole layer reads out_proj's weight without calling the layer, so an adapter on it would
     get no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution and

@@ -84,7 +84,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if reason := why_not(module):
                 raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
             members[name] = Member(module)
-            members[name].serve_among(active)
+            members[name].apply_when_active(active)
         module._active_adapter = active
         found[path] = _Layer(module, members)
     return found
@@ -95,16 +95,16 @@ def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
     common = _CommonGroup(layers, choice)
     alone: dict[str, tuple[Group, list[int]]] = {}
     for name in choice.names:
-        places = [place for place, layer in enumerate(layers) if name in layer.members]
-        if places:
-            alone[name] = Group([layers[place].members[name] for place in places]), places
-    for place, layer in enumerate(layers):
-        replace(layer.module, "forward", _build_forward(place, layer, choice, common, alone))
+        indices = [index for index, layer in enumerate(layers) if name in layer.members]
+        if indices:
+            alone[name] = Group([layers[index].members[name] for index in indices]), indices
+    for index, layer in enumerate(layers):
+        replace(layer.module, "forward", _build_forward(index, layer, choice, common, alone))
     return [group for group, _ in alone.values()]
 
 
 def _build_forward(
-    place: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", alone: dict[str, tuple[Group, list[int]]]
+    index: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", alone: dict[str, tuple[Group, list[int]]]
 ) -> Callable[..., Tensor]:
     module, plain = layer.module, layer.module.forward
 
@@ -114,14 +114,14 @@ def _build_forward(
             return result
         name = choice.selected
         if name is not None and name not in layer.members:
-            untouched: Tensor = module.base_layer(x, *args, **kwargs)
-            return untouched
+            base_output: Tensor = module.base_layer(x, *args, **kwargs)
+            return base_output
         if args or kwargs or not layer.any_member.applies_to(x):
             raise RuntimeError(f"a layer with several adapters got {x.dtype} {tuple(x.shape)} and {[*args, *kwargs]}")
         if name is None:
-            return common.output(place, x)
-        group, places = alone[name]
-        return group.output(places.index(place), x)
+            return common.output(index, x)
+        group, indices = alone[name]
+        return group.output(indices.index(index), x)
 
     return forward
 
@@ -133,7 +133,7 @@ class _CommonGroup(Group):
         super().__init__([layer.any_member for layer in layers])
         self._layers, self._choice = list(layers), choice
         self._mask: dict[str, int] = {}
-        """Number of this group's dropout mask within a pass, by adapter."""
+        """Adapter -> index of this group's dropout mask within a pass."""
         for name in choice.names:
             if any(name in layer.members and layer.members[name].has_dropout for layer in layers):
                 self._mask[name] = choice.draws.get(name, 0)
@@ -148,9 +148,9 @@ class _CommonGroup(Group):
         ups: list[Tensor] = []
         start = 0
         for name, tokens in self._choice.rows:
-            own = tuple(place for place, layer in enumerate(layers) if name in layer.members)
+            own = tuple(index for index, layer in enumerate(layers) if name in layer.members)
             if own:
-                chosen = [layers[place].members[name] for place in own]
+                chosen = [layers[index].members[name] for index in own]
                 scales = tuple(member.layer.scaling[name] for member in chosen)
                 ranks = tuple(len(member.down) for member in chosen)
                 dropout = chosen[0].dropout

@@ -121,7 +121,7 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 @replaces("the forward of adapted layers, to recompute their inputs")
 def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
-    """Let adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
+    """Make adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer
 
     left = {module for part in but for module in part.modules()}

@@ -38,7 +38,7 @@ SUPPORT_FLAGS = {
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Let a model's block masks keep documents apart, even if its code passes no positions (Granite 4.0 H)."""
+    """Make a model's block masks keep documents apart, even if its code passes no positions (Granite 4.0 H)."""
     modeling, decoder = sys.modules[type(base).__module__], base.base_model
     create = getattr(modeling, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):
@@ -106,7 +106,7 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
 @replaces("attention over packed documents")
 @replaces("attention sinks over packed documents")
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a loaded model that uses transformers' attention registry compute packed documents separately.
+    """Make a loaded model that uses transformers' attention registry compute packed documents separately.
 
     Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
     """
@@ -125,7 +125,7 @@ def can_share_keys(model: Any) -> bool:
 
 
 def set_varlen(model: Any) -> None:
-    """Let a loaded model use our attention."""
+    """Make a loaded model use our attention."""
     _register()
     model.set_attn_implementation(VARLEN)
 

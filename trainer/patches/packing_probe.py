@@ -101,7 +101,7 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
 
 @torch.no_grad()
 def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
-    """Let the answers of a pair share the keys of their prompt from now on, or return why the model cannot.
+    """Make the answers of a pair share the keys of their prompt, or return why the model cannot.
 
     Every rank must call it. An answer must not see the other one, and must have the logits that it has alone.
     """
@@ -181,7 +181,7 @@ class _Probe:
         self._tokens = _distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Let layers that carry state between documents compute each alone; return what remains wrong, if anything.
+        """Make layers that carry state between documents compute each alone; return what remains wrong, if anything.
 
         These layers use their kernels if that keeps documents apart.
         """

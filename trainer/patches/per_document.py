@@ -47,15 +47,15 @@ class Documents:
         classes = torch.zeros_like(lengths) if one_call else lengths.double().log2().ceil().long()
         self.groups: list[Tensor] = []
         """Indices of the tokens of each batch of documents [n, l], with the last one repeated as padding."""
-        places, offset = torch.empty_like(is_first, dtype=torch.long), 0
+        positions, offset = torch.empty_like(is_first, dtype=torch.long), 0
         for kind in classes.unique():
             begins, sizes = starts[classes == kind, None], lengths[classes == kind, None]
             within = torch.arange(int(sizes.max()))
             index = begins + within.minimum(sizes - 1)
-            places[index[within < sizes]] = offset + (within < sizes).flatten().nonzero().squeeze(1)
+            positions[index[within < sizes]] = offset + (within < sizes).flatten().nonzero().squeeze(1)
             offset += index.numel()
             self.groups.append(move(index))
-        self.places = move(places)
+        self.positions = move(positions)
         """Where the tokens of the micro-batch are in the concatenated groups [B L]."""
         numbers = (is_first.cumsum(0) - 1).int()[None]
         self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
@@ -98,7 +98,7 @@ class PerDocument:
         for index in documents.groups:
             some_args, some_kwargs = _select((args, kwargs), documents.shape, index)
             found.append(self._forward(*some_args, **some_kwargs))
-        return _join(found, [index.shape for index in documents.groups], documents.shape, documents.places)
+        return _join(found, [index.shape for index in documents.groups], documents.shape, documents.positions)
 
 
 def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
@@ -122,14 +122,14 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
     return tensor.dim() == 4 and tensor.shape[-2:] == (shape[1], shape[1])
 
 
-def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places: Tensor | None = None) -> Any:
+def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positions: Tensor | None = None) -> Any:
     """Return results for each token as [B, L, ...], and states as those of one part."""
     if isinstance(parts[0], tuple | list):
-        return tuple(_join(items, shapes, shape, places) for items in zip(*parts, strict=True))
+        return tuple(_join(items, shapes, shape, positions) for items in zip(*parts, strict=True))
     if not all(isinstance(part, Tensor) and part.shape[:2] == own for part, own in zip(parts, shapes, strict=True)):
         return parts[0]
     rows = torch.cat([part.flatten(0, 1) for part in parts])
-    return (rows if places is None else rows.index_select(0, places)).unflatten(0, shape)
+    return (rows if positions is None else rows.index_select(0, positions)).unflatten(0, shape)
 
 
 def find_tensors(value: Any) -> list[Tensor]:
@@ -139,7 +139,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 @replaces("forward of recurrent layers over packed documents")
 def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
-    """Let the layers of this class compute each document alone; return their new forwards."""
+    """Make the layers of this class compute each document alone; return their new forwards."""
     if _MARK not in vars(base):
         replace(base, _MARK, any(map(is_partitioned, base.parameters())))
         replace(base, "forward", _receive_documents(base.forward))

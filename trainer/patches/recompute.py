@@ -212,14 +212,14 @@ class HostCopies:
         self._copies, self.layer = [], 0
 
     def keep(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start to copy an activation to the host; return other tensors, such as masks, as they are.
+        """Start copying an activation to the host; return other tensors, such as masks, as they are.
 
         The first one of a pass is the embedding, which needs no gradient.
         """
         return self.copy(tensor) if tensor.requires_grad or not self._copies else tensor
 
     def copy(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start to copy a tensor to the host, unless it has no room, is empty or has no floating point numbers."""
+        """Start copying a tensor to the host, unless the host has no room, or it is empty or not floating-point."""
         if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if self._stream is None:

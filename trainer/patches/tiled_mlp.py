@@ -18,7 +18,7 @@ from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 
 AUTO_TILE = 8192
-"""Tokens of a tile: enough for the full speed of the products, and for dequantizing a weight once per tile."""
+"""Tokens per tile: enough for full matmul speed, and to make dequantizing a weight in every tile cheap."""
 Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that it reads
 
 
@@ -59,7 +59,7 @@ def _trained(part: nn.Module) -> list[Trained]:
 
 @contextmanager
 def _read_leaves(trained: Sequence[Trained]) -> Iterator[list[Tensor]]:
-    """Let modules read leaves with the same values within the block: gradients of a tile stay out of the graph."""
+    """Make modules read leaf copies of their weights within the block, to keep a tile's gradients out of the graph."""
     leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
     before = [vars(module).get(name) for module, name, _ in trained]
     for (module, name, _), leaf in zip(trained, leaves, strict=True):

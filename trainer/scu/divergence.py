@@ -49,10 +49,10 @@ class Reference:
 
     def _select_all_ranks(self, step: int) -> list[int]:
         together, count = self.rows * self.world_size, len(self.documents)
-        places = range((step - 1) * together, step * together)
-        turns = {place // count for place in places}
+        draws = range((step - 1) * together, step * together)
+        turns = {draw // count for draw in draws}
         orders = {turn: np.random.default_rng([self.seed, turn]).permutation(count) for turn in turns}
-        return [int(orders[place // count][place % count]) for place in places]
+        return [int(orders[draw // count][draw % count]) for draw in draws]
 
 
 def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:

@@ -236,13 +236,13 @@ def is_stable(law: Law, slope: float) -> bool:
 def _check_gains(law: Law) -> None:
     """Raise ValueError for gains with which lambda does not settle, above or below the target."""
     below_kp, below_ki = BELOW_TARGET_FACTORS[law.form]
-    most = 1.0 / (SMALL_ERROR * below_kp)
+    largest_kp = 1.0 / (SMALL_ERROR * below_kp)
     if law.ki == 0.0:
         raise ValueError(f"ki={law.ki:g}: without it lambda follows the error but never removes it; use auto")
-    if law.kp > most:
+    if law.kp > largest_kp:
         raise ValueError(
             f"kp={law.kp:g}: an error of {SMALL_ERROR:g}, which is noise, multiplies lambda by "
-            f"{math.exp(min(law.kp / most, 100.0)):.3g}; use 0.5, or at most {most:g}"
+            f"{math.exp(min(law.kp / largest_kp, 100.0)):.3g}; use 0.5, or at most {largest_kp:g}"
         )
     above = replace(law, controller="fixed")
     below = replace(above, kp=below_kp * law.kp, ki=below_ki * law.ki)

@@ -22,7 +22,7 @@ from trainer.scu.controller import Steering
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 MAX_AUTO_CACHE_BYTES = 2**30
-MIN_TEXTS, MOST_GROUPS, NEIGHBOURS = 64, 8, 8
+MIN_TEXTS, MAX_GROUPS, NEIGHBOURS = 64, 8, 8
 
 
 def start_steering(
@@ -66,9 +66,9 @@ def build_divergence(
     """Build the measurement of K on the texts of scu.reference; a collective call."""
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
-    places, fits = range(len(prepared.reference)), scu.controller == "pi" and scu.scale_to_target
-    held_out = choose_held_out(len(places)) if fits else set()
-    texts = [prepared.reference[place] for place in places if place not in held_out]
+    numbers, fits = range(len(prepared.reference)), scu.controller == "pi" and scu.scale_to_target
+    held_out = choose_held_out(len(numbers)) if fits else set()
+    texts = [prepared.reference[number] for number in numbers if number not in held_out]
     reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
     length, stats = reference_length, prepared.data.stats
     if isinstance(prepared.data.train, Samples):
@@ -98,7 +98,7 @@ def build_divergence(
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
     divergence = Divergence(engine, token_loss, reference, base_states=states)
     if held_out:
-        others = [prepared.reference[place] for place in sorted(held_out)]
+        others = [prepared.reference[number] for number in sorted(held_out)]
         rows = math.gcd(reference.rows, len(others) // ranks.world_size or 1)  # no more than a step has
         divergence.held_out = Divergence(engine, token_loss, replace(reference, documents=others, rows=rows))
     return divergence
@@ -145,9 +145,9 @@ class Fit:
 def choose_held_out(count: int) -> set[int]:
     """Choose 1/8 of the positions of `count` texts, at most 64; none if there are fewer than 64 texts."""
     # Groups of neighbours, so that pieces of one document are rarely on both sides.
-    groups = min(count // MIN_TEXTS, MOST_GROUPS)
+    groups = min(count // MIN_TEXTS, MAX_GROUPS)
     begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBOURS // 2 for group in range(groups)]
-    return {begin + place for begin in begins for place in range(NEIGHBOURS)}
+    return {begin + number for begin in begins for number in range(NEIGHBOURS)}
 
 
 def fit(kl_bits: Callable[[float], float], target: float, texts: int) -> Fit:

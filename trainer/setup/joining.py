@@ -93,7 +93,7 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
 
 @replaces("cuDNN as a backend of `scaled_dot_product_attention`")
 def disable_cudnn_attention() -> None:
-    """Let torch use cuDNN's attention in this process only on request (packed_attention.py).
+    """Disable cuDNN's attention in this process unless requested (packed_attention.py).
 
     Its gradient is NaN with a mask if the last tile of 128 tokens holds 64 (torch 2.11 to 2.13, pytorch#196678), and
     reads out of bounds at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).

@@ -82,7 +82,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
 
 
 def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[int, int, int]:
-    """Return a step's epoch, its first place in the order of that epoch, and its number of samples."""
+    """Return a step's epoch, its first position in the order of that epoch, and its number of samples."""
     ranks = config.data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:

@@ -227,8 +227,8 @@ class LanguageTask(Task):
         if when == "before" and isinstance(samples, Samples):
             shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
             folder.save_examples([(name, _show(document, tokenizer)) for name, document in shown])
-        for asked in self._prepared.sample_prompts:
-            ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
+        for raw in self._prepared.sample_prompts:
+            ids, prompt = prompt_ids(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
             [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
             # The console hides the answers before training, which come before the first step.
             earlier = self._first_answers.get(prompt)

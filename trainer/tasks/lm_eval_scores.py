@@ -182,20 +182,20 @@ def _share_batches(ranks: Ranks) -> Any:
     from lm_eval.models import huggingface
 
     class SharedBatches(huggingface.Collator):
-        """Yields the batches of this rank; `_reorder_indices` are the places of their results."""
+        """Yields the batches of this rank; `_reorder_indices` are the positions of their results."""
 
         def get_batched(self, n: int = 1, batch_fn: Any = None) -> Iterator[Any]:
             batches = list(super().get_batched(n, batch_fn))
             # Empty if requests are grouped by context: `get_cache` adds the places of a result.
-            places = iter(self._reorder_indices)
-            placed = [(batch, list(islice(places, len(batch)))) for batch in batches]
+            positions = iter(self._reorder_indices)
+            placed = [(batch, list(islice(positions, len(batch)))) for batch in batches]
             own = deal_batches(placed, ranks)
-            self._reorder_indices: list[int] = [place for _, of_batch in own for place in of_batch]
+            self._reorder_indices: list[int] = [position for _, of_batch in own for position in of_batch]
             yield from (batch for batch, _ in own)
 
         def get_original(self, newarr: Sequence[Any]) -> list[Any]:
             pairs = zip(self._reorder_indices, newarr, strict=True)
-            found = {place: result for part in gather_objects(list(pairs)) for place, result in part}
-            return [found[place] for place in range(self._size)]
+            found = {position: result for part in gather_objects(list(pairs)) for position, result in part}
+            return [found[position] for position in range(self._size)]
 
     return replaced(huggingface, "Collator", SharedBatches, "lm_eval")

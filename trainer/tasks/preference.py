@@ -355,16 +355,16 @@ class PreferenceTask(LanguageTask):
     def _share_prompts(self, engine: Engine, loss: PreferenceLoss) -> bool:
         """Share the prompts of pairs if the settings, the data and the model allow it; a collective call."""
         config, samples = self._config, self._prepared.data.train
-        asked = config.preference.share_prompt
-        saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
+        requested = config.preference.share_prompt
+        saved = measure_savings(samples) if isinstance(samples, Samples) and requested else 0.0
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
         possible = possible and config.parallel.sequence == 1 and self._images is None
-        if self._images is not None and asked is True:
+        if self._images is not None and requested is True:
             raise UserError("preference.share_prompt=true: does not work with images, which dataset has; use auto")
-        if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
+        if not requested or (requested == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
-        if reason and asked is True:
+        if reason and requested is True:
             raise UserError(f"preference.share_prompt=true: in this model {reason}; use auto")
         savings = f", which saves {saved:.1%} of the tokens" if saved else ""
         self._say(f"prompts: computed for each answer, as {reason}" if reason else f"prompts: shared by pairs{savings}")

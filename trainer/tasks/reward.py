@@ -50,8 +50,8 @@ class RewardLoss(TokenLoss):
     def score_answers(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
         """Return the scores of chosen and rejected answers, fp32 [P, 2]."""
         ends = find_last_tokens(batch, self._config.pad_token_id)[: len(batch.document_targets)]
-        places = to_device(ends, device)
-        scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, places))
+        positions = to_device(ends, device)
+        scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, positions))
         return scores.view(-1, 2)
 
     def pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:

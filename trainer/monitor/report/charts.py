@@ -25,7 +25,7 @@ from trainer.monitor.report.curves import (
 )
 
 SIDE = 1000
-MOST_POINTS = 1200
+MAX_POINTS = 1200
 TICKS = 5
 CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree["charts"]
 
@@ -149,11 +149,11 @@ def render(template: str, **content: Any) -> str:
 
 
 def _thin(line: Series) -> tuple[list[float], list[float]]:
-    """Reduce the curve to about `MOST_POINTS` points, keeping the lowest and highest of each stretch."""
-    if len(line) <= MOST_POINTS:
+    """Reduce the curve to about `MAX_POINTS` points, keeping the lowest and highest of each stretch."""
+    if len(line) <= MAX_POINTS:
         return line.steps.tolist(), line.values.tolist()
     kept: set[int] = {0, len(line) - 1}
-    for part in np.array_split(np.arange(len(line)), MOST_POINTS // 2):
+    for part in np.array_split(np.arange(len(line)), MAX_POINTS // 2):
         known = part[np.isfinite(line.values[part])]
         if len(known):
             kept |= {int(known[np.argmin(line.values[known])]), int(known[np.argmax(line.values[known])])}

@@ -11,7 +11,7 @@ from trainer.contract.whole_files import write_json
 
 SAMPLES = "samples"
 INDEX = "prompts.json"
-MOST_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
+MAX_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
 """Limits of the images on a page, which must stay under 1 MB."""
 
 
@@ -49,8 +49,8 @@ def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]
 
     For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
-    rows = find_sample_images(run_dir)[: MOST_SHOWN // 2]
-    each = MOST_SHOWN // max(1, len(rows))
+    rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
+    each = MAX_SHOWN // max(1, len(rows))
     shown = []
     for prompt, files in rows:
         chosen = [files[at * (len(files) - 1) // (each - 1)] for at in range(each)] if len(files) > each else files

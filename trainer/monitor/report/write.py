@@ -124,13 +124,13 @@ def _row(name: str, value: str) -> str:
 def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     """Record an answer to a sample prompt for the page; `when` is before or after."""
     path = run_dir / ANSWERS
-    said = read_answers(path)
-    write_json(path, said | {prompt: said.get(prompt, {}) | {when: answer}})
+    answers = read_answers(path)
+    write_json(path, answers | {prompt: answers.get(prompt, {}) | {when: answer}})
 
 
 def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
-    said = read_answers(run_dir / ANSWERS).items()
-    return {prompt: {when: at[when] for when in WHEN} for prompt, at in said if set(WHEN) <= set(at)}
+    answers = read_answers(run_dir / ANSWERS).items()
+    return {prompt: {when: at[when] for when in WHEN} for prompt, at in answers if set(WHEN) <= set(at)}
 
 
 def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:

@@ -94,10 +94,11 @@ class GraphCapturer:
         return all(leaf.data_ptr() == buffer.data_ptr() for leaf, buffer in pairs)
 
     def capture(self, compute: Callable[[], Tensor], *, must_pay: bool) -> CapturedPass:
-        """Capture `compute`, fp32, a function of the flat adapter and of static inputs, with its backward pass.
+        """Capture `compute` and its backward pass, after a few warm-up runs.
 
-        It is run a few times first. Raises NotCapturable if it waits for the device, returns other numbers, or with
-        `must_pay` is not faster. Errors of CUDA and of memory are not caught.
+        `compute` depends only on the flat adapter and on static inputs, and returns fp32. Raises NotCapturable
+        if it waits for the device, if the replay differs from a normal run or, with `must_pay`, is not faster. CUDA
+        and out-of-memory errors are not caught.
         """
         random_state = torch.cuda.get_rng_state(self._device)
         self._make_room()  # the passes below run on another stream, which has memory of its own
@@ -140,11 +141,11 @@ class GraphCapturer:
         with torch.cuda.stream(self._stream):
             self._forward_backward(compute)
             torch.cuda.synchronize(self._device)
-            with _record_waits() as places:
+            with _record_waits() as locations:
                 self._forward_backward(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if places:
-            raise NotCapturable(f"the forward or backward pass waits for the device ({places[0]})")
+        if locations:
+            raise NotCapturable(f"the forward or backward pass waits for the device ({locations[0]})")
 
     def _run_launched(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
         """Return value and gradients of a launched pass, and its seconds."""
@@ -235,17 +236,17 @@ class _Replay(torch.autograd.Function):
 @contextmanager
 def _record_waits() -> Iterator[list[str]]:
     """Collect the places, as file and line, at which the host waits for the device within the block."""
-    places: list[str] = []
+    locations: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         # A warning instead of an error: other threads may wait.
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield places
+            yield locations
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    places += [f"{each.filename}:{each.lineno}" for each in seen if _WAITS in str(each.message)]
+    locations += [f"{each.filename}:{each.lineno}" for each in seen if _WAITS in str(each.message)]
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:

@@ -178,7 +178,7 @@ class FlatAdapter:
 
     @contextmanager
     def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """Let forward passes within the block read these tensors instead of the buffers; keep no view of them."""
+        """Make forward passes within the block read these tensors instead of the buffers; keep no view of them."""
         self._sources = sources
         try:
             yield

@@ -161,8 +161,8 @@ def differences(reports: Sequence[Report]) -> list[str]:
         hosts: dict[str, list[str]] = defaultdict(list)
         # A file saved while the ranks of one host read it would make them differ despite one checkout.
         first_of_host = {report.host: report for report in reversed(reports)}
-        asked = [report for report in reports if name != "code" or first_of_host[report.host] is report]
-        for report in asked:
+        compared = [report for report in reports if name != "code" or first_of_host[report.host] is report]
+        for report in compared:
             value = report.device if name == "device" else report.values.get(name, "not installed")
             hosts[value].append(report.host)
         if len(hosts) > 1:

@@ -110,7 +110,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
 
 @replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
-    """Let DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
+    """Make DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
     Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python was the
     last to compile it. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
@@ -154,7 +154,7 @@ def find_meeting_point(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Let DeepSpeed send all ranks the address of rank 0 and a port that is free there."""
+    """Make DeepSpeed send all ranks the address of rank 0 and a port that is free there."""
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -63,8 +63,8 @@ class _Finder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    asked = AVAILABILITY_CHECKS.get(module.__name__)
-    with _compile_lazily() if asked is None else _available_if_imported(*asked):
+    checked = AVAILABILITY_CHECKS.get(module.__name__)
+    with _compile_lazily() if checked is None else _available_if_imported(*checked):
         execute(module)
 
 
@@ -81,8 +81,8 @@ def _compile_lazily() -> Iterator[None]:
 
 
 @contextmanager
-def _available_if_imported(asked: str, package: str) -> Iterator[None]:
-    module, name = sys.modules[asked], f"is_{package}_available"
+def _available_if_imported(checked: str, package: str) -> Iterator[None]:
+    module, name = sys.modules[checked], f"is_{package}_available"
     installed = getattr(module, name)
     setattr(module, name, lambda: package in sys.modules and installed())
     try:

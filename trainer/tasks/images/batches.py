@@ -97,20 +97,22 @@ class ImageBatches(GlobalBatches):
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches `offset` images into the epoch, and the number of images of all ranks."""
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
-        places = np.arange(offset, offset + len(taken))
+        positions = np.arange(offset, offset + len(taken))
         parts = self.parts()
-        passes = [self._passes(taken, places, part.start - self.rank * self.batch_size) for part in parts]
-        made = [self._batch(epoch, taken[part], places[part], most) for part, most in zip(parts, passes, strict=True)]
+        passes = [self._passes(taken, positions, part.start - self.rank * self.batch_size) for part in parts]
+        made = [
+            self._batch(epoch, taken[part], positions[part], count) for part, count in zip(parts, passes, strict=True)
+        ]
         return made, len(taken)
 
-    def _passes(self, taken: NDArray[np.int64], places: NDArray[np.int64], first: int) -> int:
+    def _passes(self, taken: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
         """Return the largest number of groups of any rank in the micro-step that begins at `first`."""
         found = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
             part = slice(start, start + self.batch_size)
             entries = [self.samples[int(index)] for index in taken[part]]
             if self.prior is not None:
-                entries += [self.prior[int(place) % len(self.prior)] for place in places[part]]
+                entries += [self.prior[int(position) % len(self.prior)] for position in positions[part]]
             found.append(len({(entry.width, entry.height) for entry in entries}))
         return max(found)
 
@@ -122,25 +124,25 @@ class ImageBatches(GlobalBatches):
             self._order = epoch, size, order
         return self._order[2]
 
-    def _batch(self, epoch: int, indices: NDArray[np.int64], places: NDArray[np.int64], passes: int) -> ImageBatch:
+    def _batch(self, epoch: int, indices: NDArray[np.int64], positions: NDArray[np.int64], passes: int) -> ImageBatch:
         rows = [
-            self._row(self.samples, int(index), epoch, int(place), _TRAINING, 1.0)
-            for index, place in zip(indices, places, strict=True)
+            self._row(self.samples, int(index), epoch, int(position), _TRAINING, 1.0)
+            for index, position in zip(indices, positions, strict=True)
         ]
         count = len(rows)
         if self.prior is not None:
             weight = self._image.prior_weight
             rows += [
-                self._row(self.prior, int(place) % len(self.prior), epoch, int(place), _PRIOR, weight)
-                for place in places
+                self._row(self.prior, int(position) % len(self.prior), epoch, int(position), _PRIOR, weight)
+                for position in positions
             ]
         if not rows:  # every rank runs the same number of micro-steps
             rows = [self._row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
         return collate(rows, count, passes)
 
-    def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
+    def _row(self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float) -> _Row:
         image, entry = self._image, samples[index]
-        generator = seeded_generator(self._seed, epoch, place, kind)
+        generator = seeded_generator(self._seed, epoch, position, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
         mean, std = samples.store.latents(entry.number, flipped=image.flip and mirrored < 0.5)
         time = self._draw_time(generator)

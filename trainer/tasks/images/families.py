@@ -57,19 +57,19 @@ PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 
 
 def _encode(
-    pipeline: Any, captions: Sequence[str], device: torch.device, *, places: dict[str, int], **options: Any
+    pipeline: Any, captions: Sequence[str], device: torch.device, *, indices: dict[str, int], **options: Any
 ) -> Conditions:
-    """Return the conditions at their `places` in the result of diffusers' `encode_prompt`."""
+    """Return the conditions at their `indices` in the result of diffusers' `encode_prompt`."""
     found = pipeline.encode_prompt(list(captions), device=device, **options)
-    return {name: found[place] for name, place in places.items()}
+    return {name: found[index] for name, index in indices.items()}
 
 
 UNGUIDED: dict[str, Any] = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
-_encode_sd = partial(_encode, places={"text": 0}, **UNGUIDED)
-_encode_sdxl = partial(_encode, places={"text": 0, "pooled": 2}, **UNGUIDED)
-_encode_sd3 = partial(_encode, places={"text": 0, "pooled": 2}, prompt_2=None, prompt_3=None, **UNGUIDED)
-_encode_flux = partial(_encode, places={"text": 0, "pooled": 1}, prompt_2=None)
-_encode_flux2 = partial(_encode, places={"text": 0})
+_encode_sd = partial(_encode, indices={"text": 0}, **UNGUIDED)
+_encode_sdxl = partial(_encode, indices={"text": 0, "pooled": 2}, **UNGUIDED)
+_encode_sd3 = partial(_encode, indices={"text": 0, "pooled": 2}, prompt_2=None, prompt_3=None, **UNGUIDED)
+_encode_flux = partial(_encode, indices={"text": 0, "pooled": 1}, prompt_2=None)
+_encode_flux2 = partial(_encode, indices={"text": 0})
 
 
 def _predict_unet(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
@@ -94,9 +94,9 @@ def _predict_sd3(transformer: nn.Module, noisy: Tensor, times: Tensor, condition
 def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
     B, C, H, W = noisy.shape
     rows = noisy.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (H // 2) * (W // 2), C * 4)
-    places = torch.zeros(H // 2, W // 2, 3, device=noisy.device, dtype=noisy.dtype)
-    places[..., 1] += torch.arange(H // 2, device=noisy.device)[:, None]
-    places[..., 2] += torch.arange(W // 2, device=noisy.device)[None, :]
+    positions = torch.zeros(H // 2, W // 2, 3, device=noisy.device, dtype=noisy.dtype)
+    positions[..., 1] += torch.arange(H // 2, device=noisy.device)[:, None]
+    positions[..., 2] += torch.arange(W // 2, device=noisy.device)[None, :]
     text = conditions["text"]
     guidance = conditions["guidance"] if transformer.config.guidance_embeds else None
     predicted: Tensor = transformer(
@@ -106,7 +106,7 @@ def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Co
         pooled_projections=conditions["pooled"],
         encoder_hidden_states=text,
         txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device, dtype=noisy.dtype),
-        img_ids=places.view(-1, 3),
+        img_ids=positions.view(-1, 3),
         return_dict=False,
     )[0]
     return predicted.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)

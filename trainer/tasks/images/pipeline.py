@@ -188,12 +188,12 @@ class Pipeline:
 
 
 @contextmanager
-def _reading(said: str, what: str) -> Iterator[None]:
+def _reading(prefix: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the libraries raise many kinds
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-        raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
+        raise UserError(f"{prefix}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
 def _silence_libraries() -> None:
@@ -207,38 +207,38 @@ def _silence_libraries() -> None:
 
 def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     """Read the pipeline at `base_model`. Raises UserError if it is missing, damaged, or not supported."""
-    said = f"base_model={base_model}"
+    prefix = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
-        raise UserError(f"{said}: image models need diffusers; pip install diffusers pillow")
+        raise UserError(f"{prefix}: image models need diffusers; pip install diffusers pillow")
     if (found := published_shape(base_model)) is not None:
         shape, settings = found
         family = next(family for family in FAMILIES if family.name == shape.family)
         side = 8 * family.packed
         return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text)
     folder = _find_folder(base_model, section)
-    listed = _read_json(folder / INDEX, said)
+    listed = _read_json(folder / INDEX, prefix)
     name = str(listed.get("_class_name"))
     known = find_family(name)
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
-        raise UserError(f"{said}: {INDEX} names {name}, which is not supported; choose from {names}")
-    _check_parts(folder, listed, known, said)
-    vae: VaeSettings = _read_json(folder / VAE / "config.json", said, VaeSettings)
-    settings = _read_json(folder / known.denoiser / "config.json", said)
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", said)
+        raise UserError(f"{prefix}: {INDEX} names {name}, which is not supported; choose from {names}")
+    _check_parts(folder, listed, known, prefix)
+    vae: VaeSettings = _read_json(folder / VAE / "config.json", prefix, VaeSettings)
+    settings = _read_json(folder / known.denoiser / "config.json", prefix)
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", prefix)
     halvings = len(vae.block_out_channels) - 1
     channels, packed = vae.latent_channels, known.packed
     return Pipeline(base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {})
 
 
-def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str) -> None:
+def _check_parts(folder: Path, listed: dict[str, Any], family: Family, prefix: str) -> None:
     """Raise UserError if a component that the index names is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
         part = listed.get(name)
         named = isinstance(part, list) and len(part) == 2 and None not in part
         if named and not (folder / name).is_dir():
-            raise UserError(f"{said}: {name}, which {INDEX} names, is missing; copy the whole pipeline")
+            raise UserError(f"{prefix}: {name}, which {INDEX} names, is missing; copy the whole pipeline")
 
 
 def _is_single_file(path: Path) -> bool:
@@ -280,7 +280,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     import torch
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
-    said = f"base_model={file}"
+    prefix = f"base_model={file}"
     entries, _, _ = read_safetensors_header(file)
     shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
     source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
@@ -290,10 +290,10 @@ def _convert(file: Path, section: ModelSection) -> Path:
         origin = _find_folder(source, section, wanted)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
-        raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
-    family = find_family(str(_read_json(origin / INDEX, said).get("_class_name")))
+        raise UserError(f"{prefix}: has only weights, and their settings are missing; {fix} ({error})") from None
+    family = find_family(str(_read_json(origin / INDEX, prefix).get("_class_name")))
     if family is None:
-        raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; use another")
+        raise UserError(f"{prefix}: model.pipeline={source} is not of a supported kind; use another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
@@ -310,7 +310,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
 
     identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
     target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
-    with _reading(said, f"as {family.pipeline}"):
+    with _reading(prefix, f"as {family.pipeline}"):
         return load_or_build(target, build, lambda folder: folder)[0]
 
 
@@ -325,11 +325,11 @@ def _cached(name: str, section: ModelSection, file: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _read_json(file: Path, said: str, shape: Any = dict[str, Any]) -> Any:
+def _read_json(file: Path, prefix: str, shape: Any = dict[str, Any]) -> Any:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
         return read_json(file, shape)
     except FileNotFoundError:
-        raise UserError(f"{said}: {name} is missing; copy the whole pipeline") from None
+        raise UserError(f"{prefix}: {name} is missing; copy the whole pipeline") from None
     except UnreadableFile as error:
-        raise UserError(f"{said}: {name} {error.problem}; copy it again") from None
+        raise UserError(f"{prefix}: {name} {error.problem}; copy it again") from None

@@ -55,19 +55,19 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     `caption` is for images without one. Raises UserError for a damaged image, or one without a caption.
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
-    said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
+    prefix, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
-        raise UserError(f"{said}: is a file; use the folder that holds the images")
+        raise UserError(f"{prefix}: is a file; use the folder that holds the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        images = list(islice(_read_folder(path, entries, said, caption), source.max_samples))
-        skipped = [f"{said}: {line}" for line in _describe_skipped(path, entries)]
+        images = list(islice(_read_folder(path, entries, prefix, caption), source.max_samples))
+        skipped = [f"{prefix}: {line}" for line in _describe_skipped(path, entries)]
     else:
-        images = list(_read_rows(read_source(source, label), source, said, label, caption))
+        images = list(_read_rows(read_source(source, label), source, prefix, label, caption))
     if not images:
         found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
-        raise UserError(f"{said}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
+        raise UserError(f"{prefix}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
     return images, skipped
 
 
@@ -90,15 +90,15 @@ def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _read_folder(folder: Path, entries: list[Path], said: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | None) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
-    captions = _metadata(folder, said, set(names.values()))
+    captions = _metadata(folder, prefix, set(names.values()))
     found = {path: _read_caption(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
-            f"{said}: no caption for {without[0].name} ({len(without)} of {len(found)} have none); write it to "
+            f"{prefix}: no caption for {without[0].name} ({len(without)} of {len(found)} have none); write it to "
             f"{without[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
         )
     for path, text in found.items():
@@ -113,13 +113,13 @@ def _read_caption(file: Path, listed: str | None) -> str | None:
         return listed
 
 
-def _metadata(folder: Path, said: str, names: set[str]) -> dict[str, str]:
+def _metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
     """Return captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
-        rows = raw_records([str(folder / file)], kind, said) if (folder / file).is_file() else ()
+        rows = raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
-            record, place = parse_row(row), f"{said}: {file}, record {number}"
+            record, place = parse_row(row), f"{prefix}: {file}, record {number}"
             name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
                 raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
@@ -130,7 +130,7 @@ def _metadata(folder: Path, said: str, names: set[str]) -> dict[str, str]:
     return captions
 
 
-def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_rows(rows: Any, source: SourceSection, prefix: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     import datasets
 
     columns = rows.column_names
@@ -139,13 +139,13 @@ def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption:
     if image not in columns or (text not in columns and (caption is None or text is not None)):
         what = "images" if image not in columns else "captions"
         raise UserError(
-            f"{said}: no column of {what} (there are {', '.join(columns)}); set them with {label}.fields: "
+            f"{prefix}: no column of {what} (there are {', '.join(columns)}); set them with {label}.fields: "
             "{image: ..., caption: ...}"
         )
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
     except Exception as error:  # pyarrow raises many kinds
-        raise UserError(f"{said}: column {image} holds no images ({error}); use another in {label}.fields") from None
+        raise UserError(f"{prefix}: column {image} holds no images ({error}); use another in {label}.fields") from None
     for index, found in enumerate(rows[text] if text else [None] * len(rows)):
         name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
         if not isinstance(shown, str):

@@ -81,7 +81,7 @@ class ShardedUnit:
         return self._whole.nbytes
 
     def start(self) -> None:
-        """Start to gather, unless started already; every rank must call it in the same order."""
+        """Start gathering, unless already started; every rank must call it in the same order."""
         if self.is_gathered:
             return
         self.is_gathered = True
@@ -99,7 +99,7 @@ class ShardedUnit:
                 )
 
     def wait(self) -> None:
-        """Let the current stream (on a CPU, the caller) wait for the gather."""
+        """Make the current stream (on a CPU, the caller) wait for the gather."""
         if self._arrival is not None:
             with record_function(f"zerolora: wait for {self.name}"), self.waiting():
                 self._arrival.wait()
