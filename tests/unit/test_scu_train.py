@@ -171,7 +171,7 @@ def test_dry_run_prints_the_yaml_and_the_train_command(tmp_path: Path, flags: li
     [
         (["--batchsize", "8"], "unrecognized arguments: --batchsize"),
         (["--batch", "8"], "unrecognized arguments: --batch"),
-        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--batch-size", "many"], "argument --batch-size: many: must be a whole number"),
         (["--batch-size", "0"], "--batch-size=0: must be 1 or more"),
         (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
         (["--target-s", "2"], "--target-s=2"),
