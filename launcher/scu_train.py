@@ -50,7 +50,10 @@ def run(arguments: Sequence[str]) -> int:
         # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
-        output = Path(load_flags(draft, options).config.output_dir)
+        checked = load_flags(draft, options).config
+    model, output = checked.base_model, Path(checked.output_dir)
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise UserError(f"base_model={model}: no such folder; use the folder of a model, or its name on the hub")
     config = output / "logs" / CONFIG_FILE
     several = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
     train = ["train", str(config), *overrides, *([] if several else ["--num-gpus", "1"])]

@@ -62,7 +62,9 @@ def check_bytecode() -> Check:
     """Check that Python need not compile the large libraries when ranks start."""
     if without := missing_bytecode():
         found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
-        return Check("bytecode", "WARN", found, "python -m compileall -q -j 0 on site-packages, as the user who installed them")
+        return Check(
+            "bytecode", "WARN", found, "python -m compileall -q -j 0 on site-packages, as the user who installed them"
+        )
     return Check("bytecode", "OK", "compiled")
 
 

@@ -60,6 +60,7 @@ def set_model(t: Translation) -> None:
 
 def set_adapter(t: Translation) -> None:
     """Set the bits of the base, where the adapter starts, and which layers get one."""
+    common.check_bits(t)
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
     if t.get_setting("adapter") == "none":
         if t.get("unfrozen_parameters"):

@@ -54,7 +54,7 @@ def import_(
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
     """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
-    if len(arguments) > 1 or arguments[0].startswith("--"):
+    if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
         foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
     else:
         foreign = read_foreign(Path(arguments[0]), dataset_dir)

@@ -102,6 +102,12 @@ def set_attention(t: Translation, *names: str) -> None:
         t.note(name, f"{t.get(name)} becomes auto, which uses the fastest available kernel for the same result")
 
 
+def check_bits(t: Translation) -> None:
+    """Refuse a base of 4 and 8 bits at once, as bitsandbytes does."""
+    if t.get("load_in_4bit") and t.get("load_in_8bit"):
+        t.refuse("load_in_8bit", "load_in_4bit is set as well; remove one of them")
+
+
 def set_bits(t: Translation, name: str) -> None:
     """Set the bits of the base model."""
     bits = t.get(name)

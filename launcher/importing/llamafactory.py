@@ -138,8 +138,10 @@ def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str) -
     """Return the location of a source, and the part to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
-        download, write = "ModelScope's and Modelers' hubs are not read; download it", "write its output to a file"
-        t.refuse("dataset", f"{name}: {download if hubs else f'a script generates it; {write}'}")
+        fix = "ModelScope's and Modelers' hubs are not read; download it"
+        if not hubs:
+            fix = f"must have hf_hub_url or file_name{', as no script is run' * ('script_url' in entry)}; write one"
+        t.refuse("dataset", f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")
     found = {

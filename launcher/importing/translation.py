@@ -234,6 +234,7 @@ class Translation:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
         given = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
+        problem = "has no value; write one after it" if is_bare and problem.startswith("must be text") else problem
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{given}: {problem}")
 
     def refuse(self, name: str, problem: str) -> None:

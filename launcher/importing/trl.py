@@ -29,9 +29,9 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
-        script = f"trl {arguments[1]}"
+        script = " ".join(arguments[:2])
         others = "|".join(REFUSED_SCRIPTS)
-        if not re.fullmatch(rf"sft|{'|'.join(SCRIPTS)}|{others}", arguments[1]):
+        if not re.fullmatch(rf"trl (sft|{'|'.join(SCRIPTS)}|{others})", script):
             raise UserError(f"{script}: no command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
     for names, reason in REFUSED_SCRIPTS.items():
@@ -115,6 +115,7 @@ def read_losses(t: Translation) -> dict[str, float]:
 
 def set_adapter(t: Translation) -> None:
     """Set the kind of adapter, the bits of the base model, and the targets."""
+    common.check_bits(t)
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
     t.put("adapter", kind, "use_peft", "load_in_4bit", "load_in_8bit")
@@ -131,6 +132,8 @@ def set_data(t: Translation) -> None:
     if t.foreign.tree.get("datasets") in EMPTY and "dataset.path" not in t.settings:
         t.require("dataset_name", common.NO_DATA)
     t.put_sources(sources, "datasets")
+    if t.foreign.tree.get("max_length", "") is None:
+        t.note("max_length", "no text is cut there; here dataset.max_length applies, raise it if texts are longer")
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")

@@ -236,7 +236,7 @@ def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
 
 NAMES: dict[str, tuple[str, ...]] = {
     "https://huggingface.co/Qwen/Qwen2.5-7B": ("is a URL; write base_model: Qwen/Qwen2.5-7B",),
-    "https://example.org": ("is a URL; it is OWNER/NAME on the hub",),
+    "https://example.org": ("is a URL; use a folder or OWNER/NAME",),
     "m/model.safetensors": ("is a file; use the folder that holds it",),
     "/models/missing": ("no such folder (/",),
     "./missing": ("no such folder (",),

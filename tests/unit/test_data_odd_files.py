@@ -238,7 +238,7 @@ SPECIAL = {
     "a folder": "is a folder without data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
-    "an address": "is a URL; download it, or use the name of a data set on the hub",
+    "an address": "is a URL that cannot be read; download it, or use a hub data set",
 }
 
 

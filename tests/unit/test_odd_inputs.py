@@ -19,6 +19,7 @@ from tests.families import save_family
 from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
+from trainer.checkpoint.finished_run import find_run
 from trainer.commands import push
 from trainer.commands.estimate import main as estimate
 from trainer.commands.validate import main as validate
@@ -29,6 +30,8 @@ from trainer.config.scu_flags import load_flags, parse, settings
 from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED, KNOWN, REPLACE, SETTINGS
 from trainer.data.prompt_files import read_prompts
+from trainer.data.source_files import build_source
+from trainer.data.sources import local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
@@ -414,3 +417,122 @@ def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": NaN}\n')
     with pytest.raises(UserError, match=r"\(train/loss: must be below 1e\+\d+\)"):
         list(read_metrics(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
+        (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is used already"),
+        (["lora.null=3"], "lora.null: unknown setting"),
+    ],
+)
+def test_adapters_and_names_that_cannot_be(words: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(line)):
+        load_config(make_ground(tmp_path) / "base.yaml", words)
+
+
+@pytest.mark.parametrize(("key", "shown"), [("null", "null"), ("~", "null"), ("true", "true")])
+def test_a_key_that_is_no_word_is_shown_as_yaml(key: str, shown: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    for text, name in ((f"{key}: 5\n", shown), (f"lora: {{{key}: 5}}\n", f"lora.{shown}")):
+        file.write_text(text)
+        with pytest.raises(UserError) as caught:
+            load_config(file)
+        assert f"{name}: unknown setting" in str(caught.value)
+
+
+def test_a_file_named_none_is_not_taken_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    assert local_path(build_source("none", "--data"), "--data") == tmp_path / "none"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{}]}', '{"_data_files": 5}', "null"])
+def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    saved = ground / "saved"
+    saved.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (saved / name).write_text(content)
+    with pytest.raises(UserError, match=r"saved: cannot be read as a saved data set \(.*\); save or copy it again$"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={saved}"]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["dataset.chat_template={{ 1/0 }}"], r"^dataset.chat_template={{ 1/0 }}: this template cannot be used"),
+        (["dataset.chat_template={empty}"], r"empty.jinja: the file is empty; write a template into it"),
+        (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
+        (["vision.cache=true"], r"^vision.cache=true: has no effect, because no record"),
+        (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
+        (["dataset.path=file:///x.jsonl"], r"file:///x.jsonl: is a URL that cannot be read; write it without file://"),
+        (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
+    ],
+)
+def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    empty = ground / "empty.jinja"
+    empty.write_text("\n")
+    with pytest.raises(UserError, match=line):
+        words = [word.replace("{empty}", str(empty)) for word in words]
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_an_image_in_an_answer_is_refused(tmp_path: Path) -> None:
+    part = {"type": "image", "path": "a.png"}
+    turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [part]}]
+    ground = make_ground(tmp_path)
+    (ground / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(UserError, match="record 1, turn 2: an assistant turn has an image, and answers are text; move"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'd.jsonl'}"]).config)
+
+
+AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nmicro_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
+        ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is set as well; remove one"),
+        ("trl", "trl: no command of TRL; use trl sft"),
+        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; write one after it"),
+        ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
+    ],
+)
+def test_values_that_another_trainer_refuses_are_refused(text: str, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(AXOLOTL + text)
+    with pytest.raises(UserError) as caught:
+        translate_arguments(text.split() if text.startswith("trl") else [str(file)])
+    assert line in str(caught.value)
+
+
+def test_a_length_of_trl_without_a_limit_is_reported() -> None:
+    words = "trl sft --model_name_or_path m --dataset_name d --max_length None"
+    assert "no text is cut there" in dict(translate_arguments(words.split()).different)["max_length"]
+
+
+def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"d": {"cloud_file_name": "s3://b/x"}}')
+    file = tmp_path / "l.yaml"
+    file.write_text("stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n")
+    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; write one"):
+        translate_arguments([str(file)], tmp_path)
+
+
+def test_a_missing_model_is_refused_before_scu_train_writes(tmp_path: Path, refuse: Command) -> None:
+    (tmp_path / "data.txt").write_text("a b c\n")
+    line = refuse("scu-train", "--data", "data.txt", "--output-dir", "run", "base_model=./none")
+    assert line == "error: base_model=./none: no such folder; use the folder of a model, or its name on the hub"
+    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
+
+
+def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    (run / "run.json").unlink()
+    find_run(run, allow_mismatch=True)
+    line = "run.json, which records the base and the settings of the run, is missing or incomplete"
+    assert capsys.readouterr().err == f"note: {run}: {line}; allowed by --allow-mismatch\n"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,8 +83,13 @@ def find_run(
     is_path = config.base_model.startswith(("/", ".", "~"))
     if needs_base and is_path and not Path(config.base_model).expanduser().exists():
         raise UserError(f"base_model={config.base_model}: is missing; pass its new location with --base-model")
-    if not allow_mismatch:
+    try:
         check_loaded(config, folder, needs_base=needs_base)
+    except UserError as error:
+        if not allow_mismatch:
+            raise
+        for mistake in getattr(error, "mistakes", (error,)):
+            print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
     # The run's tokenizer has the template that was used; its file may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"dataset": dataset})

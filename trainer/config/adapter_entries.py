@@ -31,7 +31,7 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+,-]{0,99}", name):
             fix = "write `name: ...` with letters, digits and . , _ - = +, the name of its folder"
             yield Mistake(f"adapters.{index}.name", name, "must name the adapter", fix)
-        elif name.lower() in names or name == "logs":
+        elif name.lower() in names or re.fullmatch(r"logs|checkpoint-\d+", name):
             yield Mistake(f"adapters.{index}.name", name, "is used already", "give each adapter a name of its own")
         names.add(str(name).lower())
         for dotted, value in flatten_entry(entry):

@@ -97,7 +97,7 @@ class DatasetSection(SourceSection):
     too_long: Annotated[Literal["cut", "drop", "split"], LANGUAGE] = "cut"
     """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
-    min_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
+    min_pixels: Annotated[Annotated[int, Field(ge=1, le=50_000_000)] | None, LANGUAGE] = None
     """Smallest size of an image in pixels (width x height), to which smaller ones are scaled, for models that take
     images of any size, such as Qwen2.5-VL; default: that of the processor."""
     max_pixels: Annotated[PositiveInt | None, LANGUAGE] = None

@@ -200,13 +200,13 @@ class Given:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 if isinstance(value, dict):
                     self.tree.setdefault(key, {})
-                    yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
+                    yield from ((f"{key}.{_show_key(inner)}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
                     self.mistakes.add(section_wanted(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # an empty section or seed means the default
-                yield str(key), value
+                yield _show_key(key), value
 
     def _add(self, name: str, value: Any, *, replace: bool = False) -> None:
         if replace:
@@ -240,3 +240,7 @@ class Given:
         if last in FRACTIONS and isinstance(value, float):
             self.mistakes.fractions[dotted] = value
         node[last] = value
+
+
+def _show_key(key: Any) -> str:
+    return key if isinstance(key, str) else "null" if key is None else shown(key)

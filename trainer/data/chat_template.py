@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
+from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
@@ -71,7 +72,9 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            raise UserError(f"dataset.chat_template: this template cannot be used ({error}); set another one") from None
+            raise UserError(
+                f"dataset.chat_template={shown(source)}: this template cannot be used ({error}); set another one"
+            ) from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
-from trainer.data.image_parts import PART_TYPES, ImageParts
+from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
 
 _NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
@@ -265,7 +265,7 @@ def _message(
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        found = f"{keys[0]} {name!r} is not known" if name is not None else f"no {keys[0]}, there is {listed(turn)}"
+        found = f"{keys[0]} {name!r} is not known" if keys[0] in turn else f"no {keys[0]}, there is {listed(turn)}"
         raise UserError(
             f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
             "that the source's `roles` names"
@@ -282,6 +282,8 @@ def _message(
     if content is None and not calls:
         raise UserError(f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)})")
     message["content"] = images.read_marks(_content(content, keys[1], where, images))
+    if role == "assistant" and IMAGE in message["content"]:
+        raise UserError(f"{where}: an assistant turn has an image, and answers are text; move it to a user turn")
     if calls:
         calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))
         message["tool_calls"] = [_tool_call(call, where) for call in calls]

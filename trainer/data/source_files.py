@@ -25,7 +25,8 @@ def describe_source(source: SourceSection, label: str) -> str:
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
     """Return the source at the path that an option or another setting gives; `label` names it in errors."""
     try:
-        return SourceSection(path=expand_path(path), **settings)
+        # Not through the constructor, in which the name `none` means no path.
+        return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
     except ValueError as error:
         raise UserError(f"{label}={shown(path)}: {error}") from None
 
@@ -37,7 +38,9 @@ def read_template(configured: str) -> str:
     if not configured.strip():
         raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
     try:
-        return read_text(Path(configured).expanduser())
+        if (text := read_text(Path(configured).expanduser())).strip():
+            return text
+        problem = "the file is empty; write a template into it, or remove the setting"
     except FileNotFoundError:
         problem = "neither a template nor an existing file; write a template, or the path of a file"
     except UnreadableFile as error:

@@ -122,7 +122,8 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     if is_remote(source.path):
         return fetch_data(source.path, where)
     if "://" in source.path:
-        raise UserError(f"{where}: is a URL; download it, or use the name of a data set on the hub")
+        fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a hub data set"
+        raise UserError(f"{where}: is a URL that cannot be read; {fix}, or a place such as s3://bucket/data")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -253,8 +254,11 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
 
     try:
         loaded = _library().load_from_disk(str(local))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{describe_source(source, label)}: cannot be read as a saved data set ({error})") from None
+    except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{describe_source(source, label)}: cannot be read as a saved data set ({reason}); save or copy it again"
+        ) from None
     if isinstance(loaded, Dataset):
         if split not in ("train", str(loaded.split)):
             raise UserError(no_such_split(label, split, shown(source.path)))

@@ -77,7 +77,7 @@ def check_source(setting: str, name: str) -> None:
     prefix = f"{setting}={name}"
     if "://" in name:
         words = [word for word in urlparse(name).path.split("/") if word]
-        advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else ON_THE_HUB
+        advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else "use a folder or OWNER/NAME"
         raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > LONGEST_NAME:

@@ -138,7 +138,8 @@ def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
     if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / FILE).exists():
-            raise UserError(f"lora.adapter_path={path}: has no {FILE}; use the folder of a PEFT adapter")
+            found = "is a file" if Path(path).is_file() else f"has no {FILE}"
+            raise UserError(f"lora.adapter_path={path}: {found}; use the folder of a PEFT adapter")
         if problem := find_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:

@@ -108,9 +108,10 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 def check_images(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError for settings that do not work with images yet."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
-        for name, value in (("train", config.vision.train != "none"), ("cache", config.vision.cache)):
-            if value:
-                raise UserError(f"vision.{name}: has no effect, because no record of dataset has an image; remove it")
+        for name, value in config.vision:
+            if value not in ("none", False):
+                problem = "has no effect, because no record of dataset has an image; remove it"
+                raise UserError(f"vision.{name}={shown(value)}: {problem}")
         return
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),
