@@ -34,7 +34,9 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     task = task_of(run)
     if form not in task.formats:
         known = ", ".join(task.formats)
-        raise UserError(f"{run.folder}: the adapter is of {task.title}, and --format {form} is not; use one of {known}")
+        raise UserError(
+            f"{run.folder}: the adapter belongs to {task.title}, for which --format {form} is not made; use one of {known}"
+        )
     return adapter_kind(run).export(run, form, output, dtype=dtype)
 
 
