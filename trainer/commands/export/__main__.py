@@ -34,9 +34,7 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     task = task_of(run)
     if form not in task.formats:
         known = ", ".join(task.formats)
-        raise UserError(
-            f"{run.folder}: the adapter belongs to {task.title}, and has no --format {form}; use {known}"
-        )
+        raise UserError(f"{run.folder}: the adapter belongs to {task.title}, and has no --format {form}; use {known}")
     return adapter_kind(run).export(run, form, output, dtype=dtype)
 
 
