@@ -313,7 +313,7 @@ def main() -> None:
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
         found = CASES[name](Path(folder))
-    except Exception as error:
+    except Exception as error:  # the error of a peer is a result, which the table shows
         first = " ".join(str(error).split())[:300]
         found = {"ok": False, "result": f"{type(error).__name__}: {first}"}
         if os.environ.get("PEER_TRACEBACK"):

@@ -208,7 +208,7 @@ OURS = {
         resume_other_data,
     )
 }  # fmt: skip
-"""Cases of which the peers do not hold one; for the others the page names the tests."""
+"""Cases in which at least one peer fails; for the others the page names the tests."""
 LIMITS = ("merged_nf4",)
 """Cases that do not hold in zerolora either, which the page says."""
 

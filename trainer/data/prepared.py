@@ -27,7 +27,7 @@ class Prepared:
     images: ImageReader | None = None
     """The processor of a model that is trained on images."""
     adapters: "tuple[Prepared, ...]" = ()
-    """Those of `adapters` that are trained together, of which this is the first."""
+    """What each of `adapters` needs when several are trained together; this is the first of them."""
 
 
 def has_images(prepared: Prepared) -> bool:

@@ -19,7 +19,7 @@ from trainer.monitor.mfu import PEAKS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 MEASURED = "H100"
-"""The card that stands in, with a note, for cards without measured figures."""
+"""The card that gives the figures, with a note, for cards that were never measured."""
 FORWARD = 0.3
 """Cost of recomputing the forward pass of a layer without attention, over that of its step without attention."""
 SKEW = 0.0035

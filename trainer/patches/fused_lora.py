@@ -157,7 +157,7 @@ class Member:
         self._nf4: ops.Nf4Weight | None = None
 
     def apply_when_active(self, active: Sequence[str]) -> None:
-        """Apply this adapter when PEFT's active adapters are `active`, of which it is one."""
+        """Apply this adapter when PEFT's active adapters are `active`, this one among them."""
         self._active = (active, active)
 
     @property

@@ -91,7 +91,7 @@ def kind_of(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
 
 
 def kind_of_adapter(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a finished run, whose base may be missing: see whether diffusers can load the adapter."""
+    """Return the kind of a finished run by whether diffusers can load the adapter: the base may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 

@@ -213,7 +213,7 @@ class LanguageTask(Task):
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> Any:
         """Return the loss of a finished run's pairs, with `measure_pairs`; for tasks that have pairs."""
-        raise NotImplementedError
+        raise NotImplementedError  # `zerolora eval` calls it only for tasks that override it: preference and reward
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
         return {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
