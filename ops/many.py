@@ -1,118 +1,121 @@
 """Several adapters on the output of a frozen product: each has some of the tokens, which are sorted by adapter.
 
-Legend: P adapters of equal tokens, ranks and scales, T tokens of each, I in, O out, R rank; each such bundle is a
-batched product. Formulas as in ops/reference.py, for each adapter on its own rows. No product reads the rows of two
-adapters: a NaN in one of them, where 0 * NaN would spread through a common product, stays there.
+Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the products of a bundle are batched. Formulas as
+in ops/reference.py, for each adapter on its own rows. No product reads the rows of two adapters: a NaN in one of them,
+where 0 * NaN would spread through a common product, stays there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Pending = list[tuple["Bundle", Tensor, Tensor]]
+"""Gradients of h and factors A that the gradient of x still lacks, by bundle."""
+
 
 @dataclass(frozen=True)
-class Part:
-    """One adapter's rows [start, end) of the flattened tokens, and which of the layers it has with which scale."""
+class Bundle:
+    """Adapters with adjacent rows [start, end) of the flattened tokens, as many each, that differ in their factors.
+
+    `layers` are the layers that they have, each with its scale. A bundle with dropout has one adapter.
+    """
 
     start: int
     end: int
+    count: int
     layers: tuple[int, ...]
     scales: tuple[float, ...]
-    ranks: tuple[int, ...]
     dropout: float = 0.0
     seed: Tensor | None = None
 
-
-@dataclass(frozen=True)
-class _Bundle:
-    """Parts with adjacent rows that differ only in these and their factors; a part with dropout is alone."""
-
-    parts: Sequence[Part]
-    first: int
-    """Place of the first factor of the first part."""
-
-    @property
-    def one(self) -> Part:
-        return self.parts[0]
-
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return [P, T, width] of a tensor of all tokens."""
-        flat = tensor.view(-1, tensor.shape[-1])[self.one.start : self.parts[-1].end]
-        return flat.view(len(self.parts), -1, tensor.shape[-1])
-
-    def factors(self, factors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
-        """Return [P, ...] of one layer's factors."""
-        return torch.stack([factors[position] for position in self.positions(layer)]).to(dtype)
-
-    def positions(self, layer: int) -> list[int]:
-        """Return the positions of a layer's factors among all."""
-        return [self.first + number * len(self.one.layers) + layer for number in range(len(self.parts))]
+        """Return [P, T, width] of a contiguous tensor of all tokens."""
+        width = tensor.shape[-1]
+        return tensor.view(-1, width)[self.start : self.end].view(self.count, -1, width)
 
     def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
-        if not self.one.dropout:
-            return scale * (x_PTI @ down_PRI.mT)
-        options = [scale], self.one.dropout, self.one.seed
+        if not self.dropout:
+            return _scaled_product(x_PTI, down_PRI.mT, scale)
+        options = [scale], self.dropout, self.seed
         h_TR: Tensor = torch.ops.zerolora.lora_project(x_PTI[0], [down_PRI[0].contiguous()], *options)
         return h_TR[None, :, : down_PRI.shape[1]]
 
     def grad_down(self, x_PTI: Tensor, grad_h_PTR: Tensor) -> Tensor:
-        if not self.one.dropout:
+        if not self.dropout:
             return grad_h_PTR.mT @ x_PTI
-        _, gradient = torch.ops.zerolora.rank_pass(x_PTI[0], None, grad_h_PTR[0], self.one.dropout, self.one.seed)
+        _, gradient = torch.ops.zerolora.rank_pass(x_PTI[0], None, grad_h_PTR[0], self.dropout, self.seed)
         return gradient[None]
 
     def add_grad_x(self, grad_x_PTI: Tensor, grad_h_PTR: Tensor, down_PRI: Tensor) -> None:
-        if not self.one.dropout:
+        if not self.dropout:
             grad_x_PTI.baddbmm_(grad_h_PTR, down_PRI)
             return
-        kept, up = grad_h_PTR[0] / (1.0 - self.one.dropout), down_PRI[0].t().contiguous()
-        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.one.dropout, self.one.seed)
+        kept, up = grad_h_PTR[0] / (1.0 - self.dropout), down_PRI[0].t().contiguous()
+        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.dropout, self.seed)
 
 
-def _bundle(parts: Sequence[Part]) -> Iterator[_Bundle]:
-    def kind(numbered: tuple[int, Part]) -> tuple[Any, ...]:
-        number, part = numbered
-        tokens = part.end - part.start
-        # The second is equal for rows without a gap, which an adapter without these layers leaves.
-        alike = tokens, part.start - number * tokens, part.layers, part.scales, part.ranks
-        return *alike, number if part.dropout else -1
+def enter(x: Tensor) -> tuple[Tensor, Pending]:
+    """Return the input of the frozen products, and the list to pass to `add_adapters` with their outputs.
 
-    position = 0
-    for _, group in groupby(enumerate(parts), kind):
-        bundle = _Bundle([part for _, part in group], position)
-        position += len(bundle.parts) * len(bundle.one.layers)
-        yield bundle
+    The gradient of the adapters is added in place to that of the frozen products.
+    """
+    pending: Pending = []
+    return _Enter.apply(x, pending), pending
 
 
 def add_adapters(
-    x: Tensor, ys: Sequence[Tensor], parts: Sequence[Part], downs: Sequence[Tensor], ups: Sequence[Tensor]
+    x: Tensor,
+    ys: Sequence[Tensor],
+    bundles: Sequence[Bundle],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    pending: Pending,
 ) -> list[Tensor]:
-    """Return y_l + s (m*x) A^T B^T for the layers l that read x, in place; `downs` and `ups` follow parts and layers.
+    """Return y_l + s (m*x) A^T B^T for the layers l that read x, in place; `downs` and `ups` follow bundles and layers.
 
-    x[..., I], y_l[..., O_l]; A[R, I], B[O_l, R]. The layers of a part share its dropout mask m, whose first row is the
-    part's first.
+    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]. The layers of a bundle share its dropout mask m, whose first row
+    is the bundle's first.
     """
-    return list(_AddAdapters.apply(x, list(_bundle(parts)), len(ys), *ys, *downs, *ups))
+    return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0, alpha=scale)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending) -> Tensor:
+        ctx.pending = pending
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None]:
+        grad_x = grad_x.contiguous()
+        for bundle, grad_h_PTR, down_PRI in ctx.pending:
+            bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
+        ctx.pending.clear()
+        return grad_x, None
 
 
 class _AddAdapters(torch.autograd.Function):
     """Saves x, the factors and h of each layer and bundle, nothing of size T x O, and no mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bundles: list[_Bundle], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, bundles: Sequence[Bundle], count: int, pending: Pending, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ys, factors = tensors[:count], tensors[count:]
-        downs, ups = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+        x = x.contiguous()
         hs = []
-        for bundle in bundles:
-            x_PTI = bundle.rows(x.contiguous())
-            for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
-                hs.append(bundle.project(x_PTI, bundle.factors(downs, layer, x.dtype), scale))
-                bundle.rows(ys[output]).baddbmm_(hs[-1], bundle.factors(ups, layer, x.dtype).mT)
-        ctx.bundles = bundles
+        for bundle, layer, scale, down_PRI, up_POR in _walk(bundles, factors):
+            h_PTR = bundle.project(bundle.rows(x), down_PRI, scale)
+            bundle.rows(ys[layer]).baddbmm_(h_PTR, up_POR.mT)
+            hs.append(h_PTR)
+        ctx.bundles, ctx.pending = bundles, pending
         ctx.save_for_backward(x, *factors, *hs)
         ctx.mark_dirty(*ys)
         return ys
@@ -120,22 +123,23 @@ class _AddAdapters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
-        number = sum(len(bundle.parts) * len(bundle.one.layers) for bundle in ctx.bundles)
-        downs, ups, hs = saved[:number], saved[number : 2 * number], iter(saved[2 * number :])
-        grad_x = x.new_zeros(x.shape) if ctx.needs_input_grad[0] else None
-        found: list[Tensor | None] = [None] * (2 * number)
+        number = len(saved) // 3
         grads = tuple(grad.contiguous() for grad in grads)
-        for bundle in ctx.bundles:
-            x_PTI = bundle.rows(x.contiguous())
-            for layer, (output, scale) in enumerate(zip(bundle.one.layers, bundle.one.scales, strict=True)):
-                grad_PTO, down_PRI = bundle.rows(grads[output]), bundle.factors(downs, layer, x.dtype)
-                grad_h_PTR = scale * (grad_PTO @ bundle.factors(ups, layer, x.dtype))
-                parts = (bundle.grad_down(x_PTI, grad_h_PTR), grad_PTO.mT @ next(hs))
-                for position, down, up in zip(bundle.positions(layer), *parts, strict=True):
-                    found[position], found[number + position] = (
-                        down.to(downs[position].dtype),
-                        up.to(ups[position].dtype),
-                    )
-                if grad_x is not None:
-                    bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
-        return grad_x, None, None, *grads, *found
+        grad_downs, grad_ups = list[Tensor](), list[Tensor]()
+        walk = _walk(ctx.bundles, saved[: 2 * number])
+        for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(walk, saved[2 * number :], strict=True):
+            grad_PTO = bundle.rows(grads[layer])
+            grad_h_PTR = _scaled_product(grad_PTO, up_POR, scale)
+            grad_downs.append(bundle.grad_down(bundle.rows(x), grad_h_PTR))
+            grad_ups.append(grad_PTO.mT @ h_PTR)
+            ctx.pending.append((bundle, grad_h_PTR, down_PRI))
+        return None, None, None, None, *grads, *grad_downs, *grad_ups
+
+
+def _walk(bundles: Sequence[Bundle], factors: Sequence[Tensor]) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
+    """Return (bundle, layer, scale, A, B) of each layer of each bundle."""
+    pairs = [
+        (bundle, layer, scale) for bundle in bundles for layer, scale in zip(bundle.layers, bundle.scales, strict=True)
+    ]
+    downs, ups = factors[: len(pairs)], factors[len(pairs) :]
+    return [(*pair, down, up) for pair, down, up in zip(pairs, downs, ups, strict=True)]

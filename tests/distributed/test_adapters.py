@@ -17,6 +17,7 @@ ROUNDED, ROUNDED_FACTORS = 1e-3, 2e-2
 """With FP8, where a difference in the last bit of an activation may round it to a neighbour."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "twin": {"seed": 3, "training.max_grad_norm": 0.0},
     "other": {
         "seed": 7,
         "dataset.path": "other.jsonl",
@@ -30,7 +31,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "training.max_grad_norm": 0.05,
         "training.weight_decay": 0.1,
     },
-    "twin": {"seed": 3, "lora.r": 2, "training.max_grad_norm": 0.0},
 }
 KINDS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"zero__stage": stage} for stage in (0, 1, 2, 3)},

@@ -306,8 +306,9 @@ class JointRun:
             losses = self._loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
+            waiting = set(range(len(flat.buffers))) - {member.number for member in active}
             # Every buffer has a gradient on every rank, also that of an adapter that waits.
-            total = total + sum(buffer.narrow(0, 0, 0).sum() for buffer in flat.buffers)
+            total = total + sum(flat.buffers[number].narrow(0, 0, 0).sum() for number in waiting)
             for number, member in enumerate(active):
                 if penalized and (steering := member.run.steering) is not None:
                     total = total + steering.penalty(member.run.position.step + 1) * penalized

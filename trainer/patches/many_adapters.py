@@ -4,7 +4,7 @@ The frozen product is that of `fused_lora` with factors of zeros, which need no 
 its partitioning and its recomputation are those of a run with one adapter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many import Part, add_adapters
+from ops.many import Bundle, add_adapters, enter
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
@@ -42,6 +42,8 @@ def fuse_many(
     together = [(path,) for path in layers] if separate else find_groups(
         {path: layer.module for path, layer in layers.items()}, forward
     )  # fmt: skip
+    kinds = [_kind(name, layers.values()) for name in choice.names]
+    choice.kinds = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
     report = FusionReport(len(layers), f"{chosen.name}, {len(choice.names)} adapters: {chosen.reason}")
     for paths in together:
         alike = len({layers[path].any_member.kind[:-1] for path in paths}) == 1
@@ -57,12 +59,16 @@ def fuse_many(
 class _Layer:
     """An adapted layer and its members by adapter."""
 
+    path: str
     module: Any
     members: dict[str, Member]
 
     @property
     def any_member(self) -> Member:
         return next(iter(self.members.values()))
+
+    def factor_names(self, adapter: str) -> tuple[str, str]:
+        return f"{self.path}.lora_A.{adapter}.weight", f"{self.path}.lora_B.{adapter}.weight"
 
 
 def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
@@ -86,8 +92,16 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             members[name] = Member(module)
             members[name].apply_when_active(active)
         module._active_adapter = active
-        found[path] = _Layer(module, members)
+        found[path] = _Layer(path, module, members)
     return found
+
+
+def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
+    """Return what adapters computed together have in common; one with dropout has its own mask, and is alone."""
+    own = [(layer.path, layer.members[name]) for layer in layers if name in layer.members]
+    if any(member.has_dropout for _, member in own):
+        return name
+    return tuple((path, len(member.down), member.layer.scaling[name]) for path, member in own)
 
 
 def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
@@ -142,26 +156,28 @@ class _CommonGroup(Group):
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
         zeros = [_zeros(member) for member in members]
-        frozen = compute(members, x, ([down for down, _ in zeros], [up for _, up in zeros]))
-        parts: list[Part] = []
-        downs: list[Tensor] = []
-        ups: list[Tensor] = []
+        x_frozen, pending = enter(x)
+        frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
+        bundles: list[Bundle] = []
+        factors: tuple[list[Tensor], list[Tensor]] = [], []
         start = 0
-        for name, tokens in self._choice.rows:
+        for (name, *others), tokens in self._choice.bundles:
+            count = 1 + len(others)
+            end = start + count * tokens
             own = tuple(index for index, layer in enumerate(layers) if name in layer.members)
             if own:
                 chosen = [layers[index].members[name] for index in own]
                 scales = tuple(member.layer.scaling[name] for member in chosen)
-                ranks = tuple(len(member.down) for member in chosen)
                 dropout = chosen[0].dropout
                 seed = self._choice.seeds[name][self._mask[name]] if dropout else None
-                parts.append(Part(start, start + tokens, own, scales, ranks, dropout, seed))
-                downs += [member.down for member in chosen]
-                ups += [member.up for member in chosen]
-            start += tokens
+                bundles.append(Bundle(start, end, count, own, scales, dropout, seed))
+                for index in own:
+                    for side, factor in zip(factors, layers[index].factor_names(name), strict=True):
+                        side.append(self._choice.factors[factor])
+            start = end
         if start != x.numel() // x.shape[-1]:
             raise RuntimeError(f"a layer with several adapters got {tuple(x.shape)} for {start} tokens of a batch")
-        return add_adapters(x, frozen, parts, downs, ups) if parts else frozen
+        return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
 _ZEROS: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}

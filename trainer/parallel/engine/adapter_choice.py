@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ class AdapterChoice:
 
     names: Sequence[str]
     selected: str | None = None
-    """The adapter of all rows, and the only one with listed tensors; None: `rows`, and those of all."""
-    rows: Sequence[tuple[str, int]] = ()
-    """(adapter, tokens) of the rows of a common pass, in their order."""
+    """The adapter of all rows, and the only one with listed tensors; None: those of `bundles`, and of all."""
+    bundles: Sequence[tuple[Sequence[str], int]] = ()
+    """Adapters of a common pass that are computed together, and the tokens of each, in the order of their rows."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """By adapter, all but the values of its factors; equal adapters with equal rows are computed together."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Factors [P, *shape] of the latest common pass, in its graph, by the name of the first adapter's of a bundle."""
     draws: dict[str, int] = field(default_factory=dict)
     """Dropout masks that a pass needs, by adapter."""
     seeds: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -47,8 +52,13 @@ class AdapterChoice:
 
     @contextmanager
     def common(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each adapter's rows with it within the block, and recompute them so in the backward pass."""
-        before, self.selected, self.rows = self.selected, None, rows
+        """Compute each adapter's rows with it within the block, and recompute them so in the backward pass.
+
+        `rows` are the (adapter, tokens) of the batch in their order.
+        """
+        before, self.selected = self.selected, None
+        groups = groupby(rows, lambda row: (row[1], self.kinds[row[0]]))
+        self.bundles = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
         for name, _ in rows:
             if self.draws.get(name):
                 with self.only(name):  # as many and in the order of a run alone

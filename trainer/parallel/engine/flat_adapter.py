@@ -147,19 +147,38 @@ class FlatAdapter:
             member.module.__dict__.pop("weight", None)
         if not torch.is_grad_enabled():
             return
+        common = self.choice if self.choice and self.choice.selected is None and self.choice.bundles else None
         for index, buffer in enumerate(self._sources or self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
             pieces = buffer.split([block.elements for _, block in blocks])
             for (number, block), piece in zip(blocks, pieces, strict=True):
                 stack = block.stacked(piece)
                 self.stacks[number] = stack
-                if self._stacks_alone:
+                if self._stacks_alone or common:
                     continue
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
                     # Shadows the registered Parameter, which stays unchanged.
                     member.module.__dict__["weight"] = view
                     if self._watcher is not None:
                         self._watcher(member.name, view)
+        if common:
+            self._stack_adapters(common)
+
+    def _stack_adapters(self, choice: AdapterChoice) -> None:
+        """Copy the buffers of equal adapters into one, of which each factor is a view [P, *shape]."""
+        choice.factors = {}
+        for names, _ in choice.bundles:
+            first, *others = (choice.names.index(name) for name in names)
+            buffers: list[Tensor] = [self.buffers[index] for index in (first, *others)]
+            stacked = torch.stack(buffers) if others else buffers[0][None]
+            blocks = [block for block in self.blocks if block.buffer == first]
+            for block, piece in zip(blocks, stacked.split([block.elements for block in blocks], dim=1), strict=True):
+                rows = piece.unflatten(1, (len(block.members), block.stride))[..., : block.shape.numel()]
+                for member, factor in zip(block.members, rows.unflatten(-1, block.shape).unbind(1), strict=True):
+                    choice.factors[member.name] = factor
+                    if self._watcher is not None:
+                        for name in names:
+                            self._watcher(member.name.replace(f".{names[0]}.weight", f".{name}.weight"), factor)
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
@@ -167,11 +186,14 @@ class FlatAdapter:
 
         After a forward without views, which a graph replays, those of the last pass stay for its own recomputation.
         """
-        stacks, views = self.stacks, [member.module.__dict__.get("weight") for member in self.members]
+        stacks, factors = self.stacks, self.choice.factors if self.choice else {}
+        views = [member.module.__dict__.get("weight") for member in self.members]
         try:
             yield
         finally:
             self.stacks = stacks
+            if self.choice:
+                self.choice.factors = factors
             for member, view in zip(self.members, views, strict=True):
                 if view is not None:
                     member.module.__dict__["weight"] = view
