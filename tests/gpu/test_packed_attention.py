@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.patches.packed_attention import varlen_attention
+from trainer.patches.packed_attention import TOWER, use_flash_in_towers, varlen_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -51,3 +51,37 @@ def test_each_document_is_alone(lengths: list[int]) -> None:
     for got, wanted in zip(found, one_by_one(leaves, lengths, grad), strict=True):
         error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
         assert error < 1e-2, error
+
+
+@pytest.mark.parametrize("width", [80, 72])
+def test_an_image_tower_computes_its_windows_as_transformers_does(width: int) -> None:
+    from transformers import AutoModelForMultimodalLM, Qwen2_5_VLConfig
+
+    heads = 4
+    vision = {
+        "depth": 2, "hidden_size": heads * width, "intermediate_size": 64, "num_heads": heads, "out_hidden_size": 64,
+        "window_size": 112, "fullatt_block_indexes": [1], "patch_size": 14,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 384, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).cuda()
+    tower = next(module for module in model.modules() if hasattr(module, "fullatt_block_indexes"))
+    grid = torch.tensor([[1, 20, 12], [1, 8, 8]], device="cuda")  # windows of three sizes
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 14 * 14, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        out = tower(pixels.to(tower.dtype), grid_thw=grid).last_hidden_state
+        inner = tower.blocks[0].attn.qkv.weight
+        return [out, *torch.autograd.grad(out.float().square().mean(), inner)]
+
+    exact = run()
+    model.bfloat16()
+    use_flash_in_towers(model, torch.device("cuda"), torch.bfloat16)
+    assert tower.config._attn_implementation == TOWER
+    for got, wanted in zip(run(), exact, strict=True):
+        error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+        assert error < 2e-2, error

@@ -21,7 +21,12 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
+from trainer.patches.packed_attention import (
+    copy_heads_without_flash,
+    set_varlen,
+    use_flash_in_towers,
+    use_varlen,
+)
 from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
 
@@ -65,6 +70,7 @@ def install_on_base(model: Any, wanted: Wanted) -> list[str]:
         set_varlen(model)  # on any device: the settings and the model were checked before
     elif wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
+    use_flash_in_towers(model, wanted.device, wanted.dtype)
     return _elementwise(model, wanted)
 
 

@@ -6,6 +6,7 @@ computes each one separately, without a mask. Without flash attention (fp32, GPU
 copied for every query head; torch would fall back to products that keep L x L probabilities.
 """
 
+import inspect
 import sys
 from typing import Any
 
@@ -22,6 +23,8 @@ from trainer.patches.attention_sinks import attend_per_document, causal_mask, fl
 from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
+TOWER = "zerolora_flash_windows"
+"""transformers passes the bounds of windows only to attention with `flash` in its name."""
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 CUDNN_TILE = 128
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -114,6 +117,25 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
     if takes_ours and (by_kernels or has_sinks(model)):
         set_varlen(model)
+
+
+@replaces("attention in the windows of image towers")
+def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Make image towers attend within all their windows in one call, where transformers calls sdpa for each window.
+
+    Qwen2.5-VL has 64 windows in each of 28 layers for an image of 896 x 896 pixels.
+    """
+    from transformers import AttentionInterface
+
+    if not has_flash(device, dtype):
+        return
+    for path in find_non_text_modules(model):
+        for module in model.get_submodule(path).modules():
+            config = getattr(module, "config", None)
+            takes_bounds = "cu_seqlens" in inspect.signature(module.forward).parameters
+            if takes_bounds and config is not None and config._attn_implementation in ("sdpa", VARLEN):
+                AttentionInterface.register(TOWER, window_attention)
+                config._attn_implementation = TOWER
 
 
 def can_share_keys(model: Any) -> bool:
@@ -237,6 +259,43 @@ def sequence_attention(
     query, key, value = exchange_for_heads((query, key, value), sequence)
     out, _ = varlen_attention(module, query, key, value, attention_mask, **kwargs)
     return exchange_for_tokens(out, sequence), None
+
+
+def window_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention without a mask within each window; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+
+    Windows are the patches [cu_seq_lens_q[i], cu_seq_lens_q[i+1]); without bounds it is transformers' sdpa.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if cu_seq_lens_q is None:
+        options = {"scaling": scaling, "dropout": dropout, "is_causal": False}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    assert max_length_q is not None
+    bounds = cu_seq_lens_q.int()
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
+        bounds,
+        bounds,
+        max_length_q,
+        max_length_q,
+        dropout,
+        False,  # not causal
+        False,  # no debug mask
+        scale=scaling,
+    )
+    return out.unsqueeze(0), None
 
 
 def _attend_varlen(
