@@ -229,7 +229,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
-    work = planner.work(config, planner.decisions(config))
+    work = planner.build_work(config, planner.decisions(config))
     lengths = []
 
     def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
@@ -237,10 +237,10 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         return observe_layers(shapes, kernels, rows)
 
     monkeypatch.setattr("trainer.memory.planner.observe_layers", observe)
-    seen = planner.seen(work)
+    seen = planner.estimate_activations(work)
     assert set(lengths) == {SHORT, 2 * SHORT}
     monkeypatch.setattr("trainer.memory.planner.TOKEN_BY_TOKEN", ())
-    assert planner.seen(work) == seen and 40 in lengths
+    assert planner.estimate_activations(work) == seen and 40 in lengths
 
 
 def test_data_of_another_task_is_not_cached(tmp_path: Path) -> None:

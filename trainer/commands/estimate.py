@@ -23,11 +23,11 @@ from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
+from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Choice, Planner, combine_adapters, gib
-from trainer.memory.preflight import recomputation_line
-from trainer.memory.step_time import MEASURED
+from trainer.memory.preflight import describe_recomputation
+from trainer.memory.step_time import REFERENCE_CARD
 from trainer.model.base import context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.setup.kinds import kind_of
@@ -55,12 +55,12 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
     """Return the command's output as plain values, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
-        notes = [*notes, recomputation_line(planner, resolved, memory)]
+        notes = [*notes, describe_recomputation(planner, resolved, memory)]
     counted = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
     found = planner.estimate(resolved)
-    table = planner.table(resolved)
+    table = planner.list_stages(resolved)
     # Prefer no offload, which costs more time than a higher stage.
-    fitting = [choice.config for choice in table if choice.found is not None and choice.found.needed <= memory]
+    fitting = [choice.config for choice in table if choice.estimate is not None and choice.estimate.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {
         "model": config.base_model,
@@ -70,10 +70,10 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
-        "sample": planner.sample_text(resolved),
+        "sample": planner.format_sample_size(resolved),
         "steps": None if config.runs or count_steps(*counted) is None else steps_line(*counted),
-        "estimate": to_json(found),
-        "bytes_received": planner.traffic(resolved),
+        "estimate": found.to_json(),
+        "bytes_received": planner.bytes_received(resolved),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
@@ -106,9 +106,9 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
         "offload_parameters": zero.offload_parameters,
         "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
-    if choice.found is None:
+    if choice.estimate is None:
         return row | {"refused": choice.refusal}
-    return row | to_json(choice.found) | {"fits": choice.found.needed <= memory}
+    return row | choice.estimate.to_json() | {"fits": choice.estimate.needed <= memory}
 
 
 def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
-        card, network = arguments.card or MEASURED, speed.find_network(planner, arguments)
+        card, network = arguments.card or REFERENCE_CARD, speed.find_network(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
         print(json.dumps(rows) if arguments.json else "\n".join(longest_lines(longest, seconds, card, of_model)))
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine.assumed(world_size, precision, ranks_per_host)
+    machine = Machine.assume(world_size, precision, ranks_per_host)
     return kind_of(config).assume_planner(config, machine)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.data.step_count import count_steps
 from trainer.memory.planner import Planner
-from trainer.memory.step_time import MEASURED, predict_step
+from trainer.memory.step_time import REFERENCE_CARD, predict_step
 from trainer.setup.kinds import kind_of
 
 GPUS_PER_HOST = 8
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network", help="also predict the speed, for this bandwidth per GPU between hosts, such as 50GB/s"
     )
     parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
-    parser.add_argument("--card", help=f"predict the speed on this card (default: {MEASURED})")
+    parser.add_argument("--card", help=f"predict the speed on this card (default: {REFERENCE_CARD})")
 
 
 def find_ranks_per_host(arguments: argparse.Namespace, gpus: int) -> int | None:
@@ -42,7 +42,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
     if not kind_of(config).task(config).predicts_time:
         raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
-    card = arguments.card or MEASURED
+    card = arguments.card or REFERENCE_CARD
     step, note = predict_step(planner, config, card, network)
     gpus, training = planner.machine.world_size, config.training
     steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))

@@ -198,7 +198,7 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
         prepared.model_config, given.model, given.lora, vocabulary_at_least=len(prepared.tokenizer)
     )  # fmt: skip
     longest = given.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(request.gpus, "bf16"))
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume(request.gpus, "bf16"))
     tried: list[str] = []
     for adapter, stage, recompute, offload in _placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""

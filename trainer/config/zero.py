@@ -58,11 +58,6 @@ def engine_zero(config: RunConfig) -> ZeroSection:
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
 
 
-def engine_stage(config: RunConfig) -> int:
-    """Return the ZeRO stage of DeepSpeed's engine."""
-    return engine_zero(config).stage
-
-
 def why_not_by_layer(config: RunConfig) -> str | None:
     """Return why the base of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":

@@ -189,7 +189,7 @@ def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[s
         prepared = replace(found, reference=load_reference(config, found.tokenizer))
     except UserError as error:
         why = f" ({error})"
-    planner = Planner.of_run(machine, config, prepared)
+    planner = Planner.from_run(machine, config, prepared)
     where = "every sequence counts as" if why else "every sequence of the stream counts as"
     where = "longest sequence in the data:" if planner.lengths.samples else where
     scan = ""
