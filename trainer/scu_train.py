@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
+from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, open_log, parse, resumed_settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_place
@@ -54,7 +54,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
         if data is None:
             cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
             data, held_out = map(str, demo_data(cache))
-        tree = settings(options, data, held_out)
+        tree = build_settings(options, data, held_out)
     path.write_text(dump(tree), encoding="utf-8")
     return list(options.overrides), Path(load_flags(path, options).config.output_dir)
 

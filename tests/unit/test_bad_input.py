@@ -127,7 +127,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: not possible at", "use zero.stage: 1"),
     "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
     "zero.offload_parameters=true ; zero.stage=3 ; zero.gather=module ; adapter=qlora": (
-        "cannot offload a quantised base",
+        "cannot offload a quantized base",
         "zero.gather: layer",
         "adapter: lora",
     ),

@@ -26,7 +26,7 @@ LOG = scu_flags.LOG_FILE.name
 def config_of(folder: Path, *flags: str) -> RunConfig:
     options = scu_flags.parse(flags)
     path = folder / "c.yaml"
-    path.write_text(yaml.safe_dump(scu_flags.settings(options, options.data or "text.jsonl", None)))
+    path.write_text(yaml.safe_dump(scu_flags.build_settings(options, options.data or "text.jsonl", None)))
     return load_config(path, options.overrides).config
 
 

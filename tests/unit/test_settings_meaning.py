@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
-from trainer.config.aliases import ELSEWHERE
+from trainer.config.aliases import ADVICE
 
 BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra.gradient_clipping=1": ("has a setting here; use training.max_grad_norm",),
     "zero.extra.fp16={enabled: true}": ("zero.extra.fp16={enabled: true}: has a setting here; use training.precision",),
     "zero.extra.optimizer.type=Lion": ("has a setting here; use training.optimizer",),
-    "zero.extra.zero_allow_untested_optimizer=false": ("fixed by our optimizer; remove it",),
+    "zero.extra.zero_allow_untested_optimizer=false": ("is fixed by our training loop; remove it",),
     "zero.extra.sparse_attention={}": ("is not supported",),
     "zero.extra=5": ("zero.extra=5: must be a map",),
     "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be text; put it in quotes",),
@@ -250,10 +250,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     # what looks like a number or text and is none
     "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, such as 1000 or 1e3",),
     "adapter=[\x1b": ("adapter=[: not valid YAML",),
-    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not a text in UTF-8",),
-    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not a text in UTF-8",),
-    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not a text in UTF-8",),
-    "caf\udce9=1": ("'caf\\udce9=1': not a text in UTF-8",),
+    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not UTF-8",),
+    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not UTF-8",),
+    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not UTF-8",),
+    "caf\udce9=1": ("'caf\\udce9=1': not UTF-8",),
     f"training.max_steps={'9' * 5000}": ("must be a whole number",),
 }
 
@@ -383,7 +383,7 @@ def test_a_configuration_that_cannot_be_read(file: Path) -> None:
 
 
 def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -> None:
-    for name in ELSEWHERE:
+    for name in ADVICE:
         load_config(file, [f"{name}="])
         with pytest.raises(UserError, match=f"^{name}=no such value: "):
             load_config(file, [f"{name}=no such value"])

@@ -1,6 +1,6 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
-from trainer.config.adapter_settings import trained_in_full
+from trainer.config.adapter_settings import fully_trained_modules
 from trainer.config.command_line import CommandParser, reports_errors
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
@@ -42,8 +42,8 @@ __all__ = [
     "collective_timeout",
     "dump_yaml",
     "engine_zero",
+    "fully_trained_modules",
     "gathers_by_layer",
     "load_config",
     "reports_errors",
-    "trained_in_full",
 ]

@@ -81,6 +81,6 @@ def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
     # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
     signs = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
-    found = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]
-    bounds = [f"{sign} {getattr(bound, name)}" for bound, name, sign in found]
+    known = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]
+    bounds = [f"{sign} {getattr(bound, name)}" for bound, name, sign in known]
     return f" {', '.join(bounds)}" if bounds else ""

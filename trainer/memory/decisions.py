@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
-from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
+from trainer.config.checks import TILES_NO_GRAPHS, find_feature_obstacle
 from trainer.config.zero import engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
@@ -258,7 +258,7 @@ def _mlp_tile(config: RunConfig) -> Decision[int]:
     rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
     if rows * config.dataset.max_length // config.parallel.sequence < MIN_TILED_TOKENS:
         return Decision(0, f"fewer than {MIN_TILED_TOKENS:,} tokens per micro-step")
-    obstacle = find_tile_obstacle(config)
+    obstacle = find_feature_obstacle("tiles", config)
     return Decision(0, obstacle[1]) if obstacle else Decision(AUTO_TILE)
 
 
@@ -278,7 +278,7 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | None]:
         return Decision(False, "training.cuda_graphs: off")
     if not machine.on_gpu:
         return Decision(False, "no GPU")
-    if obstacle := find_graph_obstacle(config):
+    if obstacle := find_feature_obstacle("graphs", config):
         return Decision(False, obstacle[1])
     if _mlp_tile(config).value:
         return Decision(False, TILES_NO_GRAPHS)

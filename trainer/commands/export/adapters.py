@@ -14,7 +14,7 @@ from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
 from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
 from trainer.config import UserError
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
@@ -38,7 +38,7 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
         public = public_name(run.config.base_model)
         base = public if is_on_hub(public) else run.config.base_model
         settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
-        (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if form != "peft":
             write_for_server(folder, form, run.config.base_model, run.config.model)
         write_files(tokenizer_files(tokenizer), folder)

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.served_layers import NAMES, describe_exclusion, unapplied_layers
 
@@ -62,7 +62,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     settings |= {"target_modules": sorted({layer.rpartition(".")[2] for layer in factors}), "target_parameters": None}
     settings |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
