@@ -1,4 +1,4 @@
-"""The program of a rank with the flags of `zerolora scu-train`, for use with other launchers.
+"""The program of a rank with the flags of `zerolora scu-train`, for other launchers.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """
@@ -46,8 +46,8 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
-            word = flag.replace("_", "-")
-            raise UserError(f"--{word}: needs no ranks; run `zerolora scu-train --{word}`")
+            option = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{option}: needs no ranks; run `zerolora scu-train {option}`")
     tree = resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None
