@@ -93,7 +93,7 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
             ("parallel.sequence=2", "--ranks", "3"),
             "error: parallel.sequence=2: does not divide the 3 ranks of this run",
         ),
-        (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data, so it cannot show"),
+        (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data"),
     ],
 )
 def test_validate_reports_what_training_would_meet(

@@ -137,7 +137,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
         ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
-        ("lora.init=pissa", "adapter: r=4 on the base as it is"),
+        ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )
 def test_it_says_what_the_settings_mean(

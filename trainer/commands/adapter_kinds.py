@@ -1,10 +1,11 @@
-"""What merge, export and push do with an adapter, by the kind of its model."""
+"""Merge, export and upload adapters of each kind of model."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
@@ -22,7 +23,7 @@ from trainer.setup.kinds import ImageKind, LanguageKind, kind_of_adapter
 from trainer.setup.text_run import find_task
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
-from trainer.tasks.images.pipeline import Pipeline, read_pipeline
+from trainer.tasks.images.pipeline import read_pipeline
 
 KOHYA = "lora.safetensors"
 
@@ -49,7 +50,7 @@ class TextAdapter:
 
     @staticmethod
     def copy_companions(run: FinishedRun, folder: Path) -> None:
-        """Write the files that an uploaded adapter needs into `folder`."""
+        """Write the tokenizer files that an uploaded adapter needs to `folder`."""
         write_files(tokenizer_files(saved_tokenizer(run)), folder)
 
 
@@ -64,7 +65,7 @@ class ImageAdapter:
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
         """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`)."""
-        pipeline = _pipeline(run)
+        pipeline = read_pipeline(run.config.base_model, run.config.model)
         if form == "hf":
             merge_images(run, output, dtype="auto", scale=1.0)
             return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
@@ -88,17 +89,13 @@ class ImageAdapter:
             shutil.copyfile(file, folder / SAMPLES / file.name)
 
 
-def _pipeline(run: FinishedRun) -> Pipeline:
-    return read_pipeline(run.config.base_model, run.config.model)
-
-
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
     """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
 
     Raises UserError if `output` is not empty, or the base is random.
     """
     check_output(output)
-    pipeline = _pipeline(run)
+    pipeline = read_pipeline(run.config.base_model, run.config.model)
     if pipeline.folder is None:
         raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
@@ -106,24 +103,22 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
     denoiser = pipeline.family.denoiser
-    kept = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
+    torch_dtype = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
     with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name != denoiser:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
-        merged.denoiser.to(kept).save_pretrained(folder / denoiser, safe_serialization=True)
+        merged.denoiser.to(torch_dtype).save_pretrained(folder / denoiser, safe_serialization=True)
         move_into_place(folder, output)
     return output
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    from safetensors import safe_open
-
-    file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))
+    file = min(folder.glob("diffusion_pytorch_model*.safetensors"))
     with safe_open(str(file), framework="pt") as handle:
-        found: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
-    return found
+        dtype: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
+    return dtype
 
 
 KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: TextAdapter, ImageKind: ImageAdapter}

@@ -14,7 +14,7 @@ from trainer.commands.generate import (
     add_answer_options,
     generate_answers,
     load_for_prompts,
-    prompts_on_stdin,
+    read_stdin_prompts,
     replace_invalid,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
@@ -29,7 +29,7 @@ HELP = """/new    start over
 
 @dataclass
 class Conversation:
-    """A conversation with a trained model; turns that no longer fit into the context are kept as well."""
+    """A conversation with a trained model, including turns that no longer fit into the context."""
 
     model: Any
     tokenizer: Any
@@ -72,7 +72,7 @@ class Conversation:
 
 def converse(conversation: Conversation) -> None:
     """Answer each line of standard input as a turn, or execute it if it is a command."""
-    for line in prompts_on_stdin(sys.stdin.isatty()):
+    for line in read_stdin_prompts(sys.stdin.isatty()):
         try:
             if line == "/new":
                 conversation.turns = []
@@ -88,7 +88,7 @@ def converse(conversation: Conversation) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora chat", description="Talk with a trained adapter; /help lists commands, Ctrl-D ends it."
+        prog="zerolora chat", description="Chat with a trained adapter; /help lists commands, Ctrl-D ends the chat."
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))

@@ -22,7 +22,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", "stored", *DTYPES),
         default="auto",
-        help="dtype of the weights (auto: as config.json says, with --quantize as trained; stored: the base's 4 bits)",
+        help="dtype of the weights (auto: that of config.json, with --quantize that of training; stored: the base's 4 "
+        "bits)",
     )
     parser.add_argument(
         "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
@@ -42,12 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     options = {"dtype": arguments.dtype, "scale": arguments.scale, "quantize": arguments.quantize}
-    given = {
+    used = {
         "--scale": arguments.scale != 1.0,
         "--quantize": arguments.quantize is not None,
         "--dtype=stored": arguments.dtype == "stored",
     }
-    for option, is_given in given.items():
-        if is_given:
-            refuse_unsupported(run, f"merge {option}")
+    for option in (option for option, is_used in used.items() if is_used):
+        refuse_unsupported(run, f"merge {option}")
     print(adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options))

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.adapter_files import WEIGHTS
-from trainer.checkpoint.finished_run import (
-    FinishedRun,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-)
+from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
@@ -29,7 +24,8 @@ MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launc
 SERVERS = (*MODULES, "llama.cpp")
 PROGRAM = "llama-server"
 """llama.cpp's server."""
-FIND = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
+FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
+"""A program that prints the names of installed modules."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,11 @@ class Server:
 def find_server(wanted: str, python: str) -> Server:
     """Return the wanted server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
     try:
-        answer = subprocess.run([python, "-c", FIND, *MODULES], capture_output=True, text=True, check=True).stdout
+        command = [python, "-c", FIND_MODULES, *MODULES]
+        modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"--python {python}: cannot be started ({error}); use the Python of an environment") from None
-    installed = {name: Server(name, (python, "-m", MODULES[name])) for name in answer.split()}
+    installed = {name: Server(name, (python, "-m", MODULES[name])) for name in modules}
     if program := shutil.which(PROGRAM):
         installed["llama.cpp"] = Server("llama.cpp", (program,))
     for name in SERVERS if wanted == "auto" else (wanted,):
@@ -67,7 +64,7 @@ def export_once(run: FinishedRun, form: str, output: Path) -> Path:
         export(run, form, output)
         print(f"exported to {output}")
     elif output.stat().st_mtime < (run.folder / WEIGHTS).stat().st_mtime:
-        raise UserError(f"{output}: is older than the adapter; remove it to export the adapter again")
+        raise UserError(f"{output}: is older than the adapter; delete it to export the adapter again")
     return output
 
 
@@ -83,7 +80,7 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
         return [*server.command, model_option, str(model), "--served-model-name", name]
     if scaling := run.config.model.rope_scaling:
         raise UserError(
-            f"model.rope_scaling.type={scaling.type}: the server would use the base without it; pass --merged"
+            f"model.rope_scaling.type={scaling.type}: the server would serve the base without it; pass --merged"
         )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
     command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
@@ -117,7 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 1 or 2 after one line on stderr; a started server does not return."""
+    """Export the run and replace this process by the server."""
     options = _parse(argv)
     quiet_libraries()
     server = find_server(options.server, options.python)
