@@ -144,7 +144,7 @@ class Run:
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
-        self.peak = self.memory.measure_peak(self.device)
+        self.peak = self.memory.measure_peak()
         self._loss_after = after
 
     def _join(self) -> None:

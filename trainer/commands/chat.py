@@ -100,7 +100,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    sampling.check()
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)

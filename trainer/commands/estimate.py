@@ -35,6 +35,7 @@ from trainer.setup.kinds import kind_of
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 MIN_GPU_MEMORY = GIB
+GPUS_PER_HOST = 8
 DEFAULT_GPU = "80GiB"
 DECISIONS = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
 """Titles of the decisions that cost memory if they differ from the default."""
@@ -74,21 +75,17 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "estimate": estimate.to_json(),
         "bytes_received": planner.bytes_received(resolved),
         "fits": estimate.needed <= memory,
-        "recommended": None if best is None else _recommendation(planner, best, memory),
+        "recommended": None if best is None else _recommend(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
 
-def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
-    zero = best.zero
-    return {
-        "zero.stage": zero.stage,
-        **({"zero.offload_optimizer": True} if zero.offload_optimizer else {}),
-        **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
-        "training.batch_size": _largest_batch(planner, best, memory),
-    }
+def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
+    names = [name for name in ("offload_optimizer", "offload_parameters") if getattr(best.zero, name)]
+    offloads = {f"zero.{name}": True for name in names}
+    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _largest_batch(planner, best, memory)}
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
@@ -185,10 +182,12 @@ def main(argv: list[str] | None = None) -> None:
     if config.runs:
         config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
-    planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
+    # With a network between hosts, GPUs are on several.
+    per_host = arguments.gpus_per_host or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
+    planner, notes = build_planner(config, gpus, per_host)
     if host is not None:
-        per_host = planner.machine.hosts.count(planner.machine.hosts[0])
-        planner = replace(planner, machine=replace(planner.machine, host_room=host // per_host))
+        ranks = planner.machine.hosts.count(planner.machine.hosts[0])
+        planner = replace(planner, machine=replace(planner.machine, host_room=host // ranks))
     context = context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = config.fit_max_length(context)
     if config.runs:

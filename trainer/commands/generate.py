@@ -65,7 +65,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise UserError for a value out of range."""
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"--temperature={self.temperature}: must be 0 or more")
@@ -241,7 +241,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one")
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
-    Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p).check()
+    arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
         raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
     return arguments
@@ -253,7 +253,6 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
-    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
 
@@ -268,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
     streamer = AnswerStreamer(tokenizer) if streams else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
-    answer = partial(generate_answers, model, tokenizer, sampling=sampling, streamer=streamer, images=images)
+    answer = partial(generate_answers, model, tokenizer, sampling=arguments.sampling, streamer=streamer, images=images)
     while batch := list(islice(rows, arguments.batch_size)):
         if len(listed) > 1 and streams:
             console.print(Text(f"> {printable(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)

@@ -12,7 +12,6 @@ from trainer.memory.planner import Planner
 from trainer.memory.step_time import REFERENCE_CARD, predict_step
 from trainer.setup.kinds import kind_of
 
-GPUS_PER_HOST = 8
 BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
 
 
@@ -23,12 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
     parser.add_argument("--card", help=f"predict the speed on this card (default: {REFERENCE_CARD})")
-
-
-def find_ranks_per_host(arguments: argparse.Namespace, gpus: int) -> int | None:
-    """Return the GPUs of each host, by default 8 with --network; None for a single host."""
-    per_host: int | None = arguments.gpus_per_host
-    return per_host or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:

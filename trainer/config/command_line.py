@@ -14,8 +14,6 @@ from trainer.config.messages import setting_type, suggest_override
 from trainer.config.values import accepted_types, is_null, is_text
 from trainer.config.yaml_core import parse, parse_scalar
 
-_COLLECTION = ("[", "{")
-_QUOTES = ("'", '"')
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
@@ -40,14 +38,14 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def _parse_typed(annotation: Any, name: str, value: str) -> Any:
     text = value.strip()
-    if text.startswith(_QUOTES):
+    if text.startswith(("'", '"')):
         with suppress(ValueError):
             if isinstance(quoted := parse(text), str):
                 return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
     is_list_of_words = annotation is not None and tuple in accepted_types(annotation)
-    if not text.startswith(_COLLECTION):
+    if not text.startswith(("[", "{")):
         return parse_scalar(text) if not is_list_of_words or parse_scalar(text) is None else value
     try:
         return parse(text)
@@ -100,7 +98,6 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser with help and errors like the launcher's: boxes, and one line with exit code 2."""
 
     def __init__(self, **options: Any) -> None:
-        """Create the parser; `options` are those of argparse."""
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value as well, not an option
 
@@ -136,7 +133,6 @@ class CommandParser(argparse.ArgumentParser):
         return capture.get()
 
     def error(self, message: str) -> NoReturn:
-        """Print an error message and exit."""
         self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
 
     def describe_error(self, message: str) -> str:

@@ -42,20 +42,9 @@ class SourceSection(Section):
     """Files of a folder or hub dataset to read instead of all: names or patterns such as part-*.jsonl."""
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a hub dataset or of a folder that has splits."""
-    format: Annotated[
-        Literal[
-            "auto",
-            "messages",
-            "sharegpt",
-            "alpaca",
-            "prompt_completion",
-            "completion",
-            "custom",
-            "preference",
-            "unpaired",
-        ],
-        *_TEXT,
-    ] = "auto"
+    format: Annotated[Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference", "unpaired",
+    ], *_TEXT] = "auto"  # fmt: skip
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
     """Your names of a format's fields, such as {prompt: question, completion: answer}."""

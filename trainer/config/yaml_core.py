@@ -17,6 +17,14 @@ MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
 """Limits the expansion of nested anchors, which reach billions of values in a few lines."""
 PRESETS = "presets are in configs/"
+# The beginning of PyYAML's problem -> how to fix it.
+_HINTS = {
+    "but found another document": "one file holds one configuration, remove the ---",
+    "expected <block end>": "indent the settings of a section equally",
+    "could not determine a constructor for the tag": "remove the tag, which begins with !",
+    "expected '<document start>'": "write settings as `name: value`, and no line of three dots between them",
+    "mapping values are not allowed": "put text with a colon in quotes",
+}
 # Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
 TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
@@ -164,25 +172,14 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
-        raise UserError(f"{path}: not valid YAML{where}: {problem}{_hint(problem)}") from None
+        hint = next((f"; {hint}" for start, hint in _HINTS.items() if problem.startswith(start)), "")
+        raise UserError(f"{path}: not valid YAML{where}: {problem}{hint}") from None
     if not isinstance(tree, dict):
         content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
     return YamlFile(tree, lines, loader.mistakes)
-
-
-def _hint(problem: str) -> str:
-    if problem.startswith("but found another document"):
-        return "; one file holds one configuration, remove the ---"
-    if problem.startswith("expected <block end>"):
-        return "; indent the settings of a section equally"
-    if problem.startswith("could not determine a constructor for the tag"):
-        return "; remove the tag, which begins with !"
-    if problem.startswith("expected '<document start>'"):
-        return "; write settings as `name: value`, and no line of three dots between them"
-    return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:

@@ -56,7 +56,6 @@ class ImagePlanner(Planner):
         return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
-        """Return the estimate of a configuration without `auto`."""
         training, lora = config.training, config.lora.model_dump_json()
         recompute = training.gradient_checkpointing != "none"
         activations = self._observe_images(config.image.resolution, lora, self._element, recompute=recompute)
@@ -69,7 +68,6 @@ class ImagePlanner(Planner):
         return config  # either all blocks are recomputed or none
 
     def format_sample_size(self, config: RunConfig) -> str:
-        """Format the size of an image."""
         return f"{config.image.resolution} x {config.image.resolution} pixels"
 
     @cached_property

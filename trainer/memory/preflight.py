@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
@@ -39,12 +38,9 @@ class MemoryPlan:
         """Return the handler of out-of-memory errors in the run's steps."""
         return Recovery(self.config, world_size, self.planner)
 
-    def measure_peak(self, device: torch.device) -> int:
+    def measure_peak(self) -> int:
         """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
-        peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(float(peak) * 2**30)
+        return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
         """Write estimate, measured peak and decisions to run.json; return a line for the console.
@@ -169,10 +165,7 @@ def _least_free(config: RunConfig, device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     usable = min(free, int(total * (config.training.memory_fraction or 1.0)))
-    least = torch.tensor(usable, dtype=torch.int64, device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least) + CONTEXT
+    return min(gather_objects(usable)) + CONTEXT
 
 
 def peak_memory_gib() -> float:

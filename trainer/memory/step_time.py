@@ -61,12 +61,10 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by name."""
         return {name: getattr(self, name) for name in ("compute", "gathers", "exchanges", "gradients", "slowest")}
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.parts.values())
 
 
@@ -195,7 +193,6 @@ def attention_flops(shapes: Shapes, rows: int, length: int) -> float:
 
 
 def _heads(shapes: Shapes) -> tuple[int, int]:
-    """Return the number of attention heads and their size."""
     config = shapes.model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", 0)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

@@ -62,11 +62,6 @@ class Shapes:
         """Number of trained elements."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
-    @property
-    def frozen(self) -> int:
-        """Number of frozen elements."""
-        return sum(weight.elements for weight in self.weights if not weight.trained)
-
 
 @dataclass(frozen=True)
 class Placement:

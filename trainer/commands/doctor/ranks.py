@@ -104,11 +104,9 @@ def check_clocks() -> Iterator[Check]:
 
 def check_shared(config: RunConfig, ranks: Ranks) -> Check:
     """Check that all hosts share the output folder: rank 0 creates a file that the others look for."""
-    token: list[Any] = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0, device=ranks.device())
     path = Path(config.output_dir).absolute()
     folder = next(each for each in (path, *path.parents) if each.exists())
-    file = folder / f".zerolora-doctor-{token[0]}"
+    file = folder / f".zerolora-doctor-{gather_objects(secrets.token_hex(8))[0]}"
     error = ""
     if ranks.is_main:
         try:

@@ -9,11 +9,10 @@ import argparse
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
-from trainer.commands.adapter_kinds import adapter_kind
+from trainer.commands.adapter_kinds import GGUF_NAME, adapter_kind
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.adapters import ADAPTER_FORMS
 from trainer.commands.export.gguf import FORMATS
-from trainer.commands.export.merged import GGUF_NAME
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.setup.kinds import task_of
 
