@@ -201,13 +201,13 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        alone = find_choice(engine.module) is None
-        loss = self.builder.step_loss(self.loss, engine.module, self.say) if alone else self.loss
+        is_single = find_choice(engine.module) is None
+        loss = self.builder.step_loss(self.loss, engine.module, self.say) if is_single else self.loss
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=alone)
+        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=is_single)
         recovery = self.memory.recovery(self.ranks.world_size)
-        stragglers = watch_stragglers(engine, self.ranks, self.say) if alone else None
+        stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(
             StepContext(*parts, recovery, self.steering, stragglers),

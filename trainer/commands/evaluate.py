@@ -297,13 +297,13 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
     adapter = scorer.measure(model, device, errors=True)
     with model.disable_adapter():
         base = scorer.measure(model, device, errors=True)
-    both = {"base": base, "adapter": adapter}
+    results = {"base": base, "adapter": adapter}
     table = Table("", "base", "base + adapter", box=None, pad_edge=False)
     for name in adapter.values:
-        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in both.values()]
+        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in results.values()]
         table.add_row(name, f"{base.values[name]:.4f}{errors[0]}", f"{adapter.values[name]:.4f}{errors[1]}")
     Console(markup=False).print(table)
-    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
+    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in results.items()}
 
 
 @reports_errors()

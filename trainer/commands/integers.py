@@ -83,14 +83,14 @@ class IntegerMerge:
             values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
             values[f"{path}.weight_scale"] = scales
             values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
-        others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-        others = [path for path in others if path not in self._layers]
-        model.config.quantization_config = _quantization_config(self._form, others)
+        unquantized = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        unquantized = [path for path in unquantized if path not in self._layers]
+        model.config.quantization_config = _quantization_config(self._form, unquantized)
         print(f"{len(self._layers)} layers in {self._form}", file=sys.stderr)
         return values
 
 
-def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]:
+def _quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -104,7 +104,7 @@ def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
         format="pack-quantized",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=others,
+        ignore=unquantized,
     )
-    found: dict[str, Any] = config.model_dump(mode="json")
-    return found
+    values: dict[str, Any] = config.model_dump(mode="json")
+    return values

@@ -36,8 +36,8 @@ class Server:
     command: tuple[str, ...]
 
 
-def find_server(wanted: str, python: str) -> Server:
-    """Return the wanted server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
+def find_server(requested: str, python: str) -> Server:
+    """Return the requested server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
     try:
         command = [python, "-c", FIND_MODULES, *MODULES]
         modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -46,14 +46,14 @@ def find_server(wanted: str, python: str) -> Server:
     installed = {name: Server(name, (python, "-m", MODULES[name])) for name in modules}
     if program := shutil.which(PROGRAM):
         installed["llama.cpp"] = Server("llama.cpp", (program,))
-    for name in SERVERS if wanted == "auto" else (wanted,):
+    for name in SERVERS if requested == "auto" else (requested,):
         if name in installed:
             return installed[name]
-    if wanted == "llama.cpp":
+    if requested == "llama.cpp":
         raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
-    names, package = ("vllm and sglang", "vllm") if wanted == "auto" else (wanted, wanted)
+    names, package = ("vllm and sglang", "vllm") if requested == "auto" else (requested, requested)
     raise UserError(
-        f"--server {wanted}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
+        f"--server {requested}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
         "pass its Python with --python"
     )
 

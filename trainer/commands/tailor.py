@@ -108,9 +108,9 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     trained, packs = 1 - settings.get("dataset.val_split", (0.0, ""))[0], settings["dataset.packing"][0]
     sequences = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
     samples = max(1, (math.ceil if packs else round)(trained * sequences))
-    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
-    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
-    settings["training.epochs"] = (max(least, usual), f"{documents:,} documents; {why}")
+    minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
+    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
+    settings["training.epochs"] = (max(minimum, usual), f"{documents:,} documents; {why}")
     settings["training.global_batch_size"] = ("auto", "")
     batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
     settings["training.global_batch_size"] = (batch, "")

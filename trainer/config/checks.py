@@ -28,7 +28,7 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "why_not_by_layer": why_not_by_layer,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
-    "optimizer.whole": lambda config: OPTIMIZERS[config.training.optimizer].whole,
+    "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
     "reference": lambda config: (
         config.preference.reference in ("step", "cached")
         or (config.preference.reference == "auto" and bool({*config.preference.loss} - {*WITHOUT_REFERENCE}))

@@ -32,7 +32,7 @@ class Mistakes:
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
-        self._found: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
+        self._entries: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
 
     def override(self, name: str) -> None:
         """Attribute later mistakes of this setting to the command line."""
@@ -43,28 +43,28 @@ class Mistakes:
         order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
         value = self.fractions.get(mistake.setting, mistake.value)
-        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
+        self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
         """Add the mistake of a setting that was typed as `name` and before that under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         location = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
         mistake = Mistake(name, None, problem, "keep one", location=location)
-        self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
+        self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
         """Add a message that names its line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
-        self._found.setdefault(message, ((0, max(positions, default=0)), message))
+        self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
     def add_override(self, text: str, message: str) -> None:
         """Add the message of an override that cannot be parsed."""
-        self._found.setdefault(text, ((2, len(self._overridden)), message))
+        self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_values(self, error: ValidationError) -> None:
         """Add pydantic's errors, except settings that are missing only because their name is misspelled."""
         found = describe_errors(error)
-        explained = {*self._found, *(name for mistake in found for name in mistake.involves.split())}
+        explained = {*self._entries, *(name for mistake in found for name in mistake.involves.split())}
         for mistake in found:
             if self._is_configured(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
@@ -74,7 +74,7 @@ class Mistakes:
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
-        entries = [(name, found) for name, (_, found) in self._found.items()]
+        entries = [(name, found) for name, (_, found) in self._entries.items()]
         invalid = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
         unused, on_purpose = self._split_unused(config, invalid)
         for mistake in (*find_invalid_combinations(config), *unused):
@@ -122,11 +122,11 @@ class Mistakes:
 
     def count_in_file(self) -> int:
         """Return the number of mistakes in the file, excluding the command line."""
-        return sum(order[0] < 2 for order, _ in self._found.values())
+        return sum(order[0] < 2 for order, _ in self._entries.values())
 
     def sort(self) -> list[Mistake | str]:
         """Return all mistakes in order."""
-        return [mistake for _, mistake in sorted(self._found.values(), key=lambda found: (found[0], str(found[1])))]
+        return [mistake for _, mistake in sorted(self._entries.values(), key=lambda found: (found[0], str(found[1])))]
 
     def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
         """Return a key that sorts a setting among the mistakes, and the text that names its location."""
@@ -177,7 +177,7 @@ class UserSettings:
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
         """Add the settings of a file; a setting under two names is a mistake."""
-        for name, value in self._entries(tree):
+        for name, value in self._flatten_file(tree):
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
@@ -189,7 +189,7 @@ class UserSettings:
             names = ", ".join(self.mistakes.names.get(setting.name, setting.name) for setting in settings)
             self.notes.append(f"{names}: no effect, because {reason}")
 
-    def _entries(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    def _flatten_file(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
             field = RunConfig.model_fields.get(key) if isinstance(key, str) else None
             kind = field.annotation if field else None

@@ -49,9 +49,9 @@ def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[st
 def _setting_lines(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
     default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
     head = f"{name}: {_type_text(field.annotation, field.metadata)} ({default})"
-    others = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
+    aliases = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
     text = " ".join((field.description or "").split())
-    also = f" Also read: {', '.join(others)}." if others else ""
+    also = f" Also read: {', '.join(aliases)}." if aliases else ""
     return [
         *textwrap.wrap(head, width, subsequent_indent="  ", break_on_hyphens=False),
         *textwrap.wrap(

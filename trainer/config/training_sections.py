@@ -38,7 +38,7 @@ class OptimizerKind:
     path: str
     state: Sequence[str]
     bits: int = 32
-    whole: bool = False
+    needs_matrices: bool = False
     takes: Sequence[str] = ()
     options: dict[str, Any] = field(default_factory=dict)
 

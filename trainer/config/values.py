@@ -48,25 +48,25 @@ def is_null(annotation: Any, value: str) -> bool:
 
 def parse_value(annotation: Any, value: Any) -> Any:
     """Convert a value to the type of its setting; raises ValueError for a boolean written as `yes` or 1."""
-    wanted = accepted_types(annotation)
-    is_number = bool(wanted & {int, float})
+    types = accepted_types(annotation)
+    is_number = bool(types & {int, float})
     if isinstance(value, bool):
-        if is_number and bool not in wanted:
-            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number")
+        if is_number and bool not in types:
+            raise ValueError(f"must be a {'whole ' * (float not in types)}number")
         return value
     if isinstance(value, str) and is_null(annotation, value):
         return None
-    if isinstance(value, str) and Literal in wanted and (word := value.strip().lower()) in accepted_words(annotation):
+    if isinstance(value, str) and Literal in types and (word := value.strip().lower()) in accepted_words(annotation):
         return value if value == "None" else word  # Python's None is not the word `none`
     if is_number and isinstance(value, str):
         number = parse_scalar(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             return number
         if _is_python_number(value):
-            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, such as 1000 or 1e3")
-        if bool not in wanted:
+            raise ValueError(f"must be a {'whole ' * (float not in types)}number, such as 1000 or 1e3")
+        if bool not in types:
             return value
-    if bool in wanted and value is not None and not (is_number and isinstance(value, (int, float))):
+    if bool in types and value is not None and not (is_number and isinstance(value, (int, float))):
         *others, last = ["true", "false", *sorted(accepted_words(annotation)), *["a number"] * is_number]
         allowed = f"must be {', '.join(others)} or {last}"
         word = str(value).strip().lower()

@@ -116,7 +116,7 @@ def observe_activations(
         denoiser.enable_gradient_checkpointing()
     with flash_attention(), (meter := Meter(model)):
         output = model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
-        kept = meter.now
+        kept = meter.live
         torch.autograd.backward(output, torch.empty_like(output))
     return Activations(kept, meter.peak - kept)
 

@@ -65,7 +65,7 @@ def read_weights(
 ) -> Iterator[Weight]:
     """Yield every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
     stored_bits = 0 if kept is None else 4 if kept.scaled == "groups" else 8
-    layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
+    layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     modules = {
         path: module
         for path, module in model.named_modules()
@@ -89,7 +89,7 @@ def read_weights(
             mxfp4=in_mxfp4 and id(parameter) in experts,
             packable=frozen,
             trained=parameter.requires_grad,
-            layer=layer_of.get(id(parameter), -1),
+            layer=layer_indices.get(id(parameter), -1),
             factor="lora_" in name,
             rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
             stored_bits=stored_bits if frozen else 0,

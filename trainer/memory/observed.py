@@ -88,10 +88,10 @@ class Layer:
     attention: int = 0
     """Outputs and log-sum-exps of attention."""
 
-    def extrapolate(self, twice: "Layer", steps: float) -> "Layer":
-        """Add `steps` times the difference to `twice`: weights and their gradients do not grow with the rows."""
-        pairs = zip(astuple(self), astuple(twice), strict=True)
-        return Layer(*(once + int(steps * (other - once)) for once, other in pairs))
+    def extrapolate(self, double: "Layer", steps: float) -> "Layer":
+        """Add `steps` times the difference to `double`: weights and their gradients do not grow with the rows."""
+        pairs = zip(astuple(self), astuple(double), strict=True)
+        return Layer(*(single + int(steps * (double - single)) for single, double in pairs))
 
 
 class Meter(TorchDispatchMode):
@@ -100,7 +100,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
         self._kernels, self.measuring = kernels, False
-        self.now = self.peak = self.internal = 0
+        self.live = self.peak = self.internal = 0
         self._sizes = {int(each.untyped_storage()._cdata): 0 for each in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,18 +111,18 @@ class Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        self.peak, self.internal = max(self.peak, self.now), max(self.internal, self._internal_bytes(func, args))
+        self.peak, self.internal = max(self.peak, self.live), max(self.internal, self._internal_bytes(func, args))
         return result
 
     def _count(self, storage: Any) -> None:
         key, size = int(storage._cdata), storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = size
-            self.now += size
+            self.live += size
             weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        self.live -= self._sizes.pop(key)
 
     def _internal_bytes(self, func: Any, args: Sequence[Any]) -> int:
         """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
@@ -276,7 +276,7 @@ def _watch(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, 
 
 def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
     hidden = args[0] if args else kwargs["hidden_states"]
-    before = meter.now
+    before = meter.live
     meter.peak, meter.internal = before, 0
     leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
     inputs = [hidden.detach() + leaf]  # not a leaf, which autograd would keep; popped so that no variable does
@@ -288,7 +288,7 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
     attention = _Flash.results
     output = result[0] if isinstance(result, tuple) else result
     boundary = output.untyped_storage().nbytes()
-    kept = meter.now - before - boundary
+    kept = meter.live - before - boundary
     torch.autograd.backward(output, torch.empty_like(output))
     return result, Layer(kept, meter.peak - before - boundary + meter.internal, boundary, attention)
 

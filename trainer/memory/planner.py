@@ -127,8 +127,8 @@ class Planner:
         near = sum(hosts[rank] == hosts[group[0]] for rank in group)
         weights = 0
         if placement.zero.stage == 3:
-            once = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
-            weights = 2 * placement.training.gradient_accumulation_steps * once
+            layers = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
+            weights = 2 * placement.training.gradient_accumulation_steps * layers
         gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
@@ -312,13 +312,13 @@ class Planner:
 
     def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            once, twice = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
-            return {kind: layer.extrapolate(twice[kind], kernels.length / SHORT - 1) for kind, layer in once.items()}
-        few = rows_to_observe(self.shapes, kernels)
-        if rows <= few:
+            single, double = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
+            return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
+        linear_from = rows_to_observe(self.shapes, kernels)
+        if rows <= linear_from:
             return self._observe(kernels, rows)
-        once, twice = self._observe(kernels, few), self._observe(kernels, 2 * few)
-        return {kind: layer.extrapolate(twice[kind], rows / few - 1) for kind, layer in once.items()}
+        single, double = (self._observe(kernels, count) for count in (linear_from, 2 * linear_from))
+        return {kind: layer.extrapolate(double[kind], rows / linear_from - 1) for kind, layer in single.items()}
 
     @cached_property
     def _observe(self) -> Callable[[Kernels, int], dict[int, Layer]]:

@@ -108,10 +108,10 @@ def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict
         note = f"{card} was never measured: assumes the utilization and links of {REFERENCE_CARD}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
-    known = measured.get("experts", {}) if has_experts else measured["utilization"]
-    if kind not in known:
+    utilization = measured.get("experts", {}) if has_experts else measured["utilization"]
+    if kind not in utilization:
         note = note or f"{kind}{' with experts' * has_experts} was never measured on {card}"
-    return measured, known.get(kind, known.get("bf16", measured["utilization"]["bf16"])), note
+    return measured, utilization.get(kind, utilization.get("bf16", measured["utilization"]["bf16"])), note
 
 
 def _recomputed_fraction(config: RunConfig, layers: int) -> float:
@@ -142,7 +142,7 @@ def _predict_gathers(
 ) -> tuple[float, list[Collective]]:
     """Return the seconds of a micro-step's gathers of weights if nothing else runs."""
     traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
-    near, far = (traffic[f"weights_from_{place}"] / accumulation for place in ("its_host", "other_hosts"))
+    near, far = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
     seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)
     if not seconds:
         return 0.0, []

@@ -165,8 +165,8 @@ def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     By layer: twice the largest frozen layer; embedding or head while it is used. By module: the same, trained or not,
     and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
     """
-    alone = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
-    if placement.zero.stage < 3 or alone:
+    is_single = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
+    if placement.zero.stage < 3 or is_single:
         return 0, 0
     fetched = fetched_weights(shapes, placement)
     layers = [

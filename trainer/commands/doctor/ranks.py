@@ -94,11 +94,12 @@ def check_clocks() -> Iterator[Check]:
     times = gather_objects((host_name(), time.time()))
     offsets = {host: moment - times[0][1] for host, moment in times}
     host = max(offsets, key=lambda name: abs(offsets[name]))
-    apart = max(offsets.values()) - min(offsets.values())
-    found = f"the hosts' clocks are {apart:.2f} s apart" + (f", mostly that of {host}" if apart > CLOCK_WARN_S else "")
+    difference = max(offsets.values()) - min(offsets.values())
+    off = f", mostly that of {host}" if difference > CLOCK_WARN_S else ""
+    found = f"the hosts' clocks are {difference:.2f} s apart{off}"
     if len(offsets) == 1:
         found = f"one host, {host}"
-    state: Any = "FAIL" if apart > CLOCK_FAIL_S else "WARN" if apart > CLOCK_WARN_S else "OK"
+    state: Any = "FAIL" if difference > CLOCK_FAIL_S else "WARN" if difference > CLOCK_WARN_S else "OK"
     yield Check("clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)")
 
 
@@ -114,16 +115,16 @@ def check_shared(config: RunConfig, ranks: Ranks) -> Check:
         except OSError as failure:
             error = failure.strerror or str(failure)
     dist.barrier()
-    seen = gather_objects((host_name(), _is_listed(file), error))
+    reports = gather_objects((host_name(), _is_listed(file), error))
     if ranks.is_main:
         file.unlink(missing_ok=True)
-    hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
-    if seen[0][2]:
-        return Check("output_dir", "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
+    hosts_without = sorted({host for host, is_listed, _ in reports if not is_listed})
+    if reports[0][2]:
+        return Check("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a folder that can be written to")
     if hosts_without:
         fix = "use a folder on a file system that all hosts share, because all ranks write checkpoints"
         return Check("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
-    hosts = len({host for host, _, _ in seen})
+    hosts = len({host for host, _, _ in reports})
     return Check("output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
 
 

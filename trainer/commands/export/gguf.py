@@ -99,9 +99,9 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
-    found = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
-    if any(found.get(tensor.name) != tensor.shape for tensor in stored):
-        problem = f"has {len(found)} tensors instead of {len(stored)}, or other shapes"
+    written = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
+    if any(written.get(tensor.name) != tensor.shape for tensor in stored):
+        problem = f"has {len(written)} tensors instead of {len(stored)}, or other shapes"
         raise RuntimeError(f"{output}: {problem}; check the disk")
     return dtype
 

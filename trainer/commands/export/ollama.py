@@ -84,14 +84,14 @@ def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatPart
     for role in roles:
         chat.append({"role": role, "content": TEXTS[role]})
         longer = render(chat)
-        before, found, after = longer.removeprefix(text).partition(TEXTS[role])
-        if not found or not longer.startswith(text):
+        before, separator, after = longer.removeprefix(text).partition(TEXTS[role])
+        if not separator or not longer.startswith(text):
             return None
         around[role] = (before, after)
         text = longer
-    alone = render([{"role": "user", "content": TEXTS["user"]}])
+    single = render([{"role": "user", "content": TEXTS["user"]}])
     turn = TEXTS["user"].join(around["user"])
-    return ChatParts(around, alone.removesuffix(turn)) if alone.endswith(turn) else None
+    return ChatParts(around, single.removesuffix(turn)) if single.endswith(turn) else None
 
 
 def _test_chats(roles: Sequence[str]) -> list[Messages]:
