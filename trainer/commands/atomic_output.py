@@ -34,7 +34,7 @@ def check_output(output: Path) -> None:
 
 
 def _check_no_run_in(output: Path) -> None:
-    """Raise UserError if a run is training in a parent folder, since it may delete what is written there."""
+    """Raise UserError if a run is training in a parent folder, since it may delete files there."""
     for folder in output.absolute().parents:
         try:
             holder = describe_live_holder(folder)
@@ -42,7 +42,7 @@ def _check_no_run_in(output: Path) -> None:
             continue  # this user may not read that parent folder
         if holder is not None:
             raise UserError(
-                f"{output}: a run is training in {folder} ({holder}) and may remove what is written there; "
+                f"{output}: a run is training in {folder} ({holder}) and may delete files there; "
                 "use a folder elsewhere with --output"
             )
 

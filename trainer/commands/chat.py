@@ -1,6 +1,5 @@
 """`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,18 +85,14 @@ def converse(conversation: Conversation) -> None:
             print(f"error: {error}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora chat", description="Chat with a trained adapter; /help lists commands, Ctrl-D ends the chat."
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
-    return parser.parse_args(argv)
-
-
-@reports_errors()
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)

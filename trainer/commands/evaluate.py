@@ -60,15 +60,10 @@ Interval = tuple[float, float, float]
 Losses = NDArray[np.float64]
 
 
-def _exp(nats: float) -> float:
-    """Return exp, or infinity on overflow, which is possible for an untrained base."""
-    return math.exp(nats) if nats < 700 else math.inf
-
-
 DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     "loss": ("loss (nats/token)", ".4f", float),
     "bits_per_token": ("bits/token", ".4f", lambda nats: nats / math.log(2)),
-    "perplexity": ("perplexity", ",.2f", _exp),
+    "perplexity": ("perplexity", ",.2f", lambda nats: torch.tensor(nats, dtype=torch.float64).exp().item()),
 }
 """Columns of the table for texts: name of the value -> title, format and function of the loss in nats."""
 PAIR_COLUMNS = {

@@ -1,6 +1,5 @@
 """`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
 
-import argparse
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
@@ -12,7 +11,8 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.setup.kinds import refuse_unsupported
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
     )
@@ -33,12 +33,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=tuple(BITS),
         help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"

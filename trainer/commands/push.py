@@ -4,7 +4,6 @@ No uploaded file contains a local path: the run's configuration and logs are not
 local models and data by the last part of their path.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -87,7 +86,8 @@ def _explain_refusal(status: int) -> str:
     return reasons.get(status, f"the hub refused (HTTP {status}); try again later")
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
     )
@@ -95,12 +95,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
-    return parser.parse_args(argv)
-
-
-@reports_errors()
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     repo = arguments.repo
     try:

@@ -3,7 +3,6 @@
 The server replaces this process and has an OpenAI-compatible API below /v1, with the run's folder name as the model.
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -91,7 +90,9 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
     return command
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
+    """Export the run and replace this process by the server."""
     parser = CommandParser(
         prog="zerolora serve", description="Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."
     )
@@ -109,13 +110,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    """Export the run and replace this process by the server."""
-    options = _parse(argv)
+    options = parser.parse_args(argv)
     quiet_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)

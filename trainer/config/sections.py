@@ -189,7 +189,7 @@ class RunConfig(Section):
     base_model: PathText
     """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
     task: Literal["auto", "language", "preference", "reward", "image"] = "auto"
-    """What is trained: a language model on texts or conversations (`language`) or on pairs of a better and a worse
+    """Kind of training: a language model on texts or conversations (`language`) or on pairs of a better and a worse
     answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a
     model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"

@@ -1,4 +1,4 @@
-"""Decisions of a run before a weight is loaded: which kernels are used, what is kept, and the memory layout.
+"""Decisions of a run before a weight is loaded: kernels, kept tensors and memory layout.
 
 They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
 them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
@@ -42,7 +42,7 @@ class Machine:
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
     host_room: int | None = None
-    """Bytes of host memory for what a rank offloads; None: any amount."""
+    """Bytes of host memory for the tensors that a rank offloads; None: any amount."""
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
@@ -80,7 +80,7 @@ class Decisions:
     siblings: Decision[bool]
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decision[str]
-    """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    """Results that the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
     attention_again: Decision[bool]
     """Whether recomputed layers also recompute attention."""
     mlp_tile: Decision[int]

@@ -1,7 +1,7 @@
-"""The memory estimate of image models: activations are observed on an empty twin of the model.
+"""Estimate the memory of image models: activations are observed on a model without weights.
 
-The twin runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention
-counts as flash attention, which keeps no scores.
+It runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention counts
+as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -32,7 +32,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective of a step."""
+    """A kind of collective in a step."""
 
     name: str
     per_step: int

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from trainer.config import RunConfig, engine_zero, fully_trained_modules
+from trainer.config import RunConfig, engine_zero
+from trainer.config.adapter_settings import fully_trained_modules
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines

@@ -5,7 +5,6 @@ for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as on
 with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
-import argparse
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
@@ -32,7 +31,8 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     return adapter_kind(run).export(run, form, output, dtype=dtype)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
     add_run_arguments(parser, "location of the full-precision base, if it was moved")
     formats = (*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya")
@@ -43,12 +43,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    options = _parse(argv)
+    options = parser.parse_args(argv)
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")

@@ -1,4 +1,4 @@
-"""Export of the adapter alone, in the layout of the target program, with the command to load it."""
+"""Export the adapter alone, in the layout of the target program, with the command to load it."""
 
 import json
 import shutil

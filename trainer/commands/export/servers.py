@@ -38,7 +38,7 @@ MERGED = "zerolora export --format hf writes the merged model"
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:
     """Rewrite the adapter in `folder` for `server`.
 
-    Raises UserError, before writing anything, for what the server does not support.
+    Raises UserError, before writing anything, if the server does not support the adapter.
     """
     check_applicable(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
