@@ -166,5 +166,4 @@ KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: Tex
 
 
 def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
-    """Return the kind of a finished run's adapter."""
     return KINDS[kind_of_adapter(run)]

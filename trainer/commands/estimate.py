@@ -3,7 +3,7 @@
 With `--network 50GB/s`, `--price 2.5` or `--card H100`, also its speed, time and cost.
 
 Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
-be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
+be read, every sequence counts as `dataset.max_length` tokens.
 """
 
 import json
@@ -57,10 +57,12 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, describe_recomputation(planner, resolved, memory)]
     counts = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
+    pixels = f"{resolved.image.resolution} x {resolved.image.resolution} pixels"
+    sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
     estimate = planner.estimate(resolved)
     table = planner.list_stages(resolved)
     # Prefer no offload, which costs more time than a higher stage.
-    fitting = [choice.config for choice in table if choice.estimate is not None and choice.estimate.needed <= memory]
+    fitting = [choice.config for choice in table if choice.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {
         "model": config.base_model,
@@ -70,7 +72,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
-        "sample": planner.format_sample_size(resolved),
+        "sample": sample,
         "steps": None if config.runs or count_steps(*counts) is None else steps_line(*counts),
         "estimate": estimate.to_json(),
         "bytes_received": planner.bytes_received(resolved),
@@ -108,7 +110,6 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
-    """Print the estimate as tables."""
     for note in result["notes"]:
         console.print(note, highlight=False)
     console.print(
@@ -157,7 +158,6 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Estimate, and raise UserError if nothing fits or an argument is wrong."""
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
     gpus_help = "number of GPUs, one rank each (default: those of this machine, or 1)"

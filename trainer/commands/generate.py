@@ -66,7 +66,6 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for a value out of range."""
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"--temperature={self.temperature}: must be 0 or more")
         if not 0 < self.top_p <= 1:

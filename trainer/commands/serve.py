@@ -92,7 +92,6 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
-    """Export the run and replace this process by the server."""
     parser = CommandParser(
         prog="zerolora serve", description="Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."
     )

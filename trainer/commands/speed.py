@@ -73,7 +73,6 @@ def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def describe(prediction: dict[str, Any], gpus: int) -> list[str]:
-    """Return the lines that show a prediction."""
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in prediction["parts_s"].items() if seconds)
     speed, step_ms = prediction["tokens_per_s"], prediction["step_s"] * 1e3
     lines = [

@@ -82,7 +82,6 @@ def write_page(runs: list[Outcome], page: Path) -> str:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, 1 if a run has no result, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)

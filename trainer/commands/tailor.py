@@ -3,7 +3,6 @@
 The data is tokenized into the cache for its lengths; the model is built without weights for the estimate. The rules are
 those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate about ten
 times that of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
-Exit code 0, or 2 after one line on stderr.
 """
 
 import math
@@ -86,7 +85,6 @@ class Profile:
         return max(1, rank // self.top_k)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the adapter's number of parameters."""
         return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 

@@ -3,7 +3,7 @@
 `--settings-only` checks neither model nor data.
 
 The model's configuration, tokenizer and targets are checked and the data is tokenized into its cache; no weights are
-read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
+read, and nothing is written to the run's folder.
 """
 
 import os

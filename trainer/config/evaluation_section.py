@@ -53,7 +53,6 @@ class EvaluationSection(Section):
 
     @property
     def has_scores(self) -> bool:
-        """Whether tasks or metrics are set."""
         return bool(self.tasks or self.metrics)
 
 

@@ -1,42 +1,23 @@
 """Suggestions for configurations that do not fit: concrete settings, each with the memory that it would need."""
 
-from dataclasses import dataclass
-
 from trainer.config import RunConfig
-from trainer.memory.bytes import Estimate
-from trainer.memory.planner import Changes, Planner, gib
+from trainer.memory.planner import Changes, Choice, Planner, gib
 
 MAX_SUGGESTIONS = 3
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Settings to change together, and the estimate with them."""
-
-    changes: Changes
-    estimate: Estimate
-
-    def __str__(self) -> str:
-        values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
-        settings = " ".join(f"{name}={value}" for name, value in values.items())
-        return f"{settings} ({gib(self.estimate.needed)})"
-
-
-def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
+def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Choice]:
     """Return up to three changes that need less memory.
 
     Single changes that fit come first, then a combination that fits, then the changes that save most.
     """
     needed = planner.estimate(config).needed
-    singles = [
-        Advice(changes, estimate)
-        for changes in _list_candidates(planner, config, memory)
-        if (estimate := planner.try_changes(config, changes).estimate) is not None and estimate.needed < needed
-    ]
-    fitting = [advice for advice in singles if advice.estimate.needed <= memory]
+    choices = (planner.try_changes(config, changes) for changes in _list_candidates(planner, config, memory))
+    singles = [choice for choice in choices if choice.needed < needed]
+    fitting = [choice for choice in singles if choice.needed <= memory]
     if len(fitting) < MAX_SUGGESTIONS:
         fitting += _combine_changes(planner, config, memory, singles)
-    others = sorted((a for a in singles if a not in fitting), key=lambda advice: advice.estimate.needed)
+    others = sorted((choice for choice in singles if choice not in fitting), key=lambda choice: choice.needed)
     return (fitting + others)[:MAX_SUGGESTIONS]
 
 
@@ -47,8 +28,8 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
     """
     estimate = planner.estimate(config)
     advice = suggest_changes(planner, config, memory)
-    enough = "; or ".join(str(option) for option in advice if option.estimate.needed <= memory)
-    less = "; ".join(str(option) for option in advice if option.estimate.needed > memory)
+    enough = "; or ".join(str(option) for option in advice if option.needed <= memory)
+    less = "; ".join(str(option) for option in advice if option.needed > memory)
     if not advice:
         fix = "use a smaller model or a larger GPU"
     elif not enough:
@@ -97,15 +78,15 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
     return candidates
 
 
-def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:
+def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[Choice]) -> list[Choice]:
     """Combine single changes one after the other until the configuration fits; return none if it never does."""
     changes: Changes = {}
-    for advice in singles:
-        stages = [settings["zero.stage"] for settings in (changes, advice.changes) if "zero.stage" in settings]
-        changes = changes | advice.changes | ({"zero.stage": max(stages)} if stages else {})
-        estimate = planner.try_changes(config, changes).estimate
-        if estimate is not None and len(changes) > 1 and estimate.needed <= memory:
-            return [Advice(changes, estimate)]
+    for single in singles:
+        stages = [settings["zero.stage"] for settings in (changes, single.changes) if "zero.stage" in settings]
+        changes = changes | single.changes | ({"zero.stage": max(stages)} if stages else {})
+        choice = planner.try_changes(config, changes)
+        if len(changes) > 1 and choice.needed <= memory:
+            return [choice]
     return []
 
 

@@ -62,7 +62,6 @@ class Estimate:
         return int(self.peak * FRAGMENTATION)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the estimate to plain numbers for JSON."""
         return {
             "peak_bytes": self.peak,
             "slack_bytes": self.slack,

@@ -67,9 +67,6 @@ class ImagePlanner(Planner):
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none
 
-    def format_sample_size(self, config: RunConfig) -> str:
-        return f"{config.image.resolution} x {config.image.resolution} pixels"
-
     @cached_property
     def _observe_images(self) -> Callable[..., Activations]:
         return cache(partial(observe_activations, self.pipeline, self.text))

@@ -47,7 +47,8 @@ class Recovery:
         try:
             return launch()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            in_library = any(text in str(error) for text in _CUDA_LIBRARY_ERRORS)
+            if not (isinstance(error, torch.OutOfMemoryError) or in_library):
                 raise
             try:
                 raise self._failure(step, saved_at) from error
@@ -88,8 +89,3 @@ class Recovery:
         if not settings:
             return f"{when}; use a smaller model or a larger GPU"
         return f"{when}; use {settings}; `zerolora estimate` shows what each would need"
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error of torch or of a CUDA library is an out-of-memory error."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _CUDA_LIBRARY_ERRORS)

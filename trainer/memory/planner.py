@@ -67,11 +67,21 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration with its estimate, or the reason why it is refused."""
+    """A configuration after some changes, with its estimate or the reason why it is refused."""
 
     config: RunConfig
+    changes: Changes
     estimate: Estimate | None
     refusal: str = ""
+
+    @property
+    def needed(self) -> float:
+        """Bytes that must be free on a GPU; infinite if the configuration is refused."""
+        return math.inf if self.estimate is None else self.estimate.needed
+
+    def __str__(self) -> str:
+        values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
+        return " ".join(f"{name}={value}" for name, value in values.items()) + f" ({gib(self.needed)})"
 
 
 @dataclass(frozen=True)
@@ -136,14 +146,14 @@ class Planner:
             "gradients": gradients,
         }
 
-    def try_changes(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
+    def try_changes(self, config: RunConfig, changes: Changes) -> Choice:
         """Return the configuration after some changes with its estimate, or why they cannot be combined."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
         except UserError as error:
-            return Choice(changed, None, str(error))
-        return Choice(changed, self.estimate(changed))
+            return Choice(changed, changes, None, str(error))
+        return Choice(changed, changes, self.estimate(changed))
 
     def list_stages(self, config: RunConfig) -> list[Choice]:
         """Return every stage with each possible kind of offload."""
@@ -157,11 +167,8 @@ class Planner:
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
         """Return the lowest stage with an estimate within `memory` bytes, with the configured offload."""
-        for stage in STAGES:
-            estimate = self.try_changes(config, {"zero.stage": stage}).estimate
-            if estimate is not None and estimate.needed <= memory:
-                return stage
-        return None
+        choices = (self.try_changes(config, {"zero.stage": stage}) for stage in STAGES)
+        return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
     def largest_useful_batch(self, config: RunConfig) -> int:
         """Return the largest useful micro-batch regardless of memory."""
@@ -172,10 +179,6 @@ class Planner:
             epoch = self.lengths.samples // (ranks * config.training.gradient_accumulation_steps)
             return min(LARGEST_BATCH, max(1, epoch))
         return LARGEST_BATCH
-
-    def format_sample_size(self, config: RunConfig) -> str:
-        """Format the size of a sample."""
-        return f"{self.lengths.longest:,} tokens"
 
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """Return the largest micro-batch within `memory` bytes, less `SPARE` for several rows; 0 if none fits."""
@@ -250,11 +253,9 @@ class Planner:
         return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
     def decisions(self, config: RunConfig) -> Decisions:
-        """Return the decisions for a configuration on this machine."""
         return self.decide(config, self.machine, self.shapes.properties)
 
     def build_work(self, config: RunConfig, decided: Decisions) -> Work:
-        """Return the sizes and kernels of one micro-step."""
         training = config.training
         kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_room
@@ -302,7 +303,6 @@ class Planner:
         )
 
     def estimate_activations(self, work: Work) -> Activations:
-        """Return the activations of a micro-step."""
         plain = replace(work.kernels, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
@@ -401,7 +401,7 @@ def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bo
     return apply_changes(combined, changes)
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     """Format bytes as GiB, or as MiB below 0.1 GiB."""
     if size < GIB / 10:
         return f"{size / 2**20:.1f} MiB"

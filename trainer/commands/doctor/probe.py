@@ -103,7 +103,6 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings as one line of JSON."""
     parser = argparse.ArgumentParser(prog="trainer.commands.doctor.probe")
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
