@@ -1,1 +1,1 @@
-"""The code of every rank of a run: configuration, data, model, engine, loop, checkpoints, reports."""
+"""The code of every rank of a zerolora run: configuration, data, model, engine, loop, checkpoints, reports."""

@@ -328,7 +328,7 @@ def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys:
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
 
 
-@pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus", "0"], ["zero.stag=2"]])
+@pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus-per-host", "0"], ["zero.stag=2"]])
 def test_mistakes_are_one_line_and_exit_code_2(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
