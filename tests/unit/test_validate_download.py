@@ -112,11 +112,12 @@ def test_validate_during_a_run_reports_what_training_would_need(
     run = Path("run")
     with FolderLock.take(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
-        assert f"OK but for output_dir=run: a run is active in it (process {os.getpid()} on " in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"OK except for output_dir=run: a run is active in it (process {os.getpid()} on " in shown
     write_run_record(run, load_config(config).config.model_dump_json(), 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
-    assert "OK but for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
+    assert "OK except for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
     assert validate.main([str(config), "output.overwrite=delete"]) == 0
     assert f"OK: zerolora train {config} output.overwrite=delete" in capsys.readouterr().out
     assert sorted(run.rglob("*")) == before
@@ -134,7 +135,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
             "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
         ),
         ("adapter=none", "adapter: none, all weights are trained"),
-        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
+        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
         ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
         ("lora.init=pissa", "adapter: r=4 on an unquantized base"),

@@ -107,7 +107,7 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     sequences = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
     samples = max(1, (math.ceil if packs else round)(trained * sequences))
     minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
-    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
+    why = f"fewer epochs would have fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
     settings["training.epochs"] = (max(minimum, usual), f"{documents:,} documents; {why}")
     settings["training.global_batch_size"] = ("auto", "")
     batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
@@ -245,7 +245,7 @@ def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
 
 def _evaluation_settings(*, has_held_out: bool) -> Settings:
     if not has_held_out:
-        return {"training.saves_per_epoch": (1, "too few documents to hold some out")}
+        return {"training.saves_per_epoch": (1, "too few documents for evaluation")}
     return {
         "training.evals_per_epoch": (4, "often enough to see overfitting"),
         "training.saves_per_epoch": (4, "at every evaluation"),

@@ -53,6 +53,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resume: {note}")
     problem = find_obstacle(loaded.config)
     if problem:
-        print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
+        print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")

@@ -222,7 +222,7 @@ def describe_unusual_settings(config: RunConfig) -> list[str]:
     lines = []
     if training.learning_rate > HIGHEST_USUAL_RATE:
         lines.append(
-            f"training.learning_rate={training.learning_rate:g}: far above what AdamW trains with (1e-5 to 1e-3); "
+            f"training.learning_rate={training.learning_rate:g}: far above the usual rates of AdamW (1e-5 to 1e-3); "
             "expect the loss to rise"
         )
     if config.adapter != "none" and lora.adapter_path is None:
