@@ -93,7 +93,7 @@ class Loop:
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
-        """Run the hooks between steps; evaluate and save if due."""
+        """Evaluate if due, run the hooks between steps, and save if due."""
         if self._context.stragglers is not None:
             self._context.stragglers.compare(self.position.step)
         self._evaluate_if_due()

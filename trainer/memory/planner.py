@@ -28,8 +28,8 @@ SPARE = 0.05
 """Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
 """Models without attention that loop over tokens in Python, and the tokens to observe; their memory is linear."""
-MIN_SUGGESTED_LENGTH = 256
-"""Samples with fewer tokens are not suggested."""
+MIN_HALVED_LENGTH = 256
+"""Sequences up to this length are not halved."""
 STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
 """The stage without a GPU, where memory does not decide."""
@@ -112,7 +112,7 @@ class Planner:
     def halve_samples(config: RunConfig) -> Changes:
         """Return the setting that halves the size of samples, or an empty dict if they would be too small."""
         length = config.dataset.max_length
-        return {"dataset.max_length": length // 2} if length > MIN_SUGGESTED_LENGTH else {}
+        return {"dataset.max_length": length // 2} if length > MIN_HALVED_LENGTH else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
