@@ -384,7 +384,7 @@ def test_a_full_disk_is_noticed_before_training(
     assert f"output_dir={full}/run: 0.00 GiB free" in line and "make room" in line
 
 
-def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_reports_the_mistakes_of_the_checks(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     before = everything_in(ground)

@@ -88,7 +88,7 @@ def test_dotted_keys_empty_sections_and_merge_keys_are_yaml_too(tmp_path: Path) 
     assert (config.training.max_steps, config.training.epochs, config.training.batch_size) == (10, 3.0, 2)
 
 
-def test_what_is_printed_reads_back_to_the_same(tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_equal(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         SMALL,
@@ -108,7 +108,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
         config.seed = 1  # type: ignore[misc]
 
 
-def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
+def test_a_setting_instead_of_a_file_is_reported() -> None:
     with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; pass the run's YAML file"):
         load_config(Path("base_model=random:tiny"))
 
@@ -130,7 +130,7 @@ def test_every_setting_is_documented() -> None:
     assert undocumented == []
 
 
-def test_off_is_a_word_where_a_word_is_wanted_and_false_elsewhere(tmp_path: Path) -> None:
+def test_off_is_text_for_text_settings_and_false_elsewhere(tmp_path: Path) -> None:
     config = load(tmp_path, SMALL + "logging: {progress: off}\n", "dataset.packing=true", "dataset.shuffle=false")
     assert (config.logging.progress, config.dataset.packing, config.dataset.shuffle) == ("off", True, False)
     assert load(tmp_path, dump_yaml(config)) == config

@@ -55,7 +55,7 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=5e-8, rtol=3e-7)
 
 
-def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_in_llama_cpp_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = make_saved(tmp_path / "base", "mistral", {"sliding_window": 64})
     tokenizer = sentencepiece_like(legacy=False)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -46,7 +46,7 @@ def test_a_short_sequence_is_found_to_256_tokens() -> None:
     assert find_longest(llama, config, needed(llama, config, 2400)) == {1: 2304}
 
 
-def test_what_has_no_room_in_host_memory_stays_on_the_device() -> None:
+def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
     """Eight layers of 256 in 16 bits: 512 bytes per token and layer, of which two are on the device while copied."""
     llama = planner("llama", vocab_size=512, num_hidden_layers=8)
     config = RunConfig.model_validate(SETTINGS)

@@ -64,7 +64,7 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
-def test_packed_experts_keep_what_they_are_called_with(kind: str, tmp_path: Path) -> None:
+def test_packed_experts_keep_their_inputs(kind: str, tmp_path: Path) -> None:
     family, quantization = KINDS[kind]
     folder = made(tmp_path, family)
     how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}

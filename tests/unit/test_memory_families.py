@@ -114,7 +114,7 @@ def predicted(name: str, work: Work, seen: Activations) -> int:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("case", ["fp32", "bf16", "packed", "recomputed", "selective"])
-def test_the_estimate_keeps_what_autograd_keeps(name: str, case: str) -> None:
+def test_the_estimate_agrees_with_autograd(name: str, case: str) -> None:
     if case == "packed" and name in NOT_PACKED:
         pytest.skip("its documents see each other in a pack, which is refused")
     if case == "selective" and name in NO_PARTS:

@@ -143,13 +143,13 @@ def rest(width: int, element: int, head: int = 32) -> int:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_keep_what_autograd_keeps(name: str, dtype: torch.dtype, fused: bool) -> None:
+def test_layers_keep_the_same_bytes_as_autograd(name: str, dtype: torch.dtype, fused: bool) -> None:
     saved = bytes_saved(adapted(MODELS[name], dtype, fused=fused))
     predicted = seen(shapes_of(MODELS[name]), work(dtype=dtype, fused=fused)).kept + rest(256, dtype.itemsize)
     assert predicted == pytest.approx(saved, rel=0.002)
 
 
-def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the hooks that forget h is out of sight: of q, k, v but in the first layer, of gate, up and down.
 
     The first norm reads what needs no gradient, so that its output is kept and its input is not; the last norm's is.
@@ -243,7 +243,7 @@ def test_a_recurrent_layer_is_near() -> None:
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_a_packed_weight_takes_what_bitsandbytes_gives_it(double_quant: bool, block_size: int) -> None:
+def test_packed_weights_have_the_size_of_bitsandbytes(double_quant: bool, block_size: int) -> None:
     section = QuantizationSection(double_quant=double_quant, block_size=block_size)
     layer: Any = quantized_linear(nn.Linear(1024, 1536, bias=False), section, torch.bfloat16)
     state = layer.quant_state
@@ -255,7 +255,7 @@ def test_a_packed_weight_takes_what_bitsandbytes_gives_it(double_quant: bool, bl
     assert stored_bytes(weight, placement(packed=True, double_quant=double_quant, block_size=block_size)) == real
 
 
-def test_the_scales_of_a_4_bit_base_are_a_term_of_their_own() -> None:
+def test_the_scales_of_a_4_bit_base_are_a_separate_term() -> None:
     """Blocks of 64 have a scale of 8 bits, and 256 such scales one of 32 bits; a matrix has 2 KiB of code books."""
     shapes = shapes_of("random:tinyllama-1.1b")
     step = work(dtype=torch.bfloat16)
@@ -286,7 +286,7 @@ def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adap
 
 
 @pytest.mark.parametrize("recompute", ["non_reentrant", "selective"])
-def test_recomputation_trades_what_is_kept_for_one_layer(recompute: str) -> None:
+def test_recomputation_replaces_kept_activations_by_one_layer(recompute: str) -> None:
     shapes = shapes_of("random:llama3.1-8b")
     ours: dict[str, Any] = {"elementwise": True, "dtype": torch.bfloat16}
     less, boundary = seen(shapes, work(**ours, gradient_checkpointing=recompute)), ROWS * LENGTH * 4096 * 2
@@ -305,7 +305,7 @@ def test_a_layer_of_llama_3_1_as_one_computes_it_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("length", "measured"), [(65_536, 19.6), (131_072, 33.2)])
-def test_a_long_sequence_takes_what_was_measured(length: int, measured: float) -> None:
+def test_a_long_sequence_needs_the_measured_memory(length: int, measured: float) -> None:
     """Llama-3.1-8B in NF4, r 16, recomputed with inputs in host memory: GiB on one H100."""
     shapes = shapes_of("random:llama3.1-8b", 16)
     on_gpu = {"attention": "flash", "elementwise": True, "on_gpu": True, "packed": True}
@@ -325,7 +325,7 @@ def test_logits_cost_what_the_fused_loss_saves() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_stages_partition_what_they_are_for(stage: int) -> None:
+def test_stages_partition_their_states(stage: int) -> None:
     shapes = shapes_of("random:llama3.1-8b")
     alone, four = (placement(stage=stage, world_size=ranks, by_layer=stage == 3) for ranks in (1, 4))
     state = optimizer_state_bytes(shapes, four)

@@ -97,7 +97,7 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
         assert found["recommended"]["training.batch_size"] == config.training.batch_size
 
 
-def test_what_does_not_grow_with_the_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
+def test_memory_independent_of_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
     """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
     changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
     work = planner.build_work(changed, planner.decisions(changed))
@@ -225,7 +225,7 @@ def test_an_out_of_memory_error_without_a_setting_left_to_change_names_another_f
         recovery.attempt(1, 0, run_out_of_memory)
 
 
-def test_changes_are_put_together_where_none_is_enough(planner: Planner, config: RunConfig) -> None:
+def test_changes_are_combined_if_none_is_enough(planner: Planner, config: RunConfig) -> None:
     memory = 9 * GIB
     advice = suggest_changes(planner, config, memory)
     assert advice[0].needed <= memory and len(advice[0].changes) > 2
@@ -235,7 +235,7 @@ def test_changes_are_put_together_where_none_is_enough(planner: Planner, config:
     assert "no change is enough" in describe_misfit(planner, config, 2 * GIB, "has")
 
 
-def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, config: RunConfig) -> None:
+def test_combined_changes_keep_the_highest_stage(planner: Planner, config: RunConfig) -> None:
     whole = apply_changes(config, {"zero.stage": 0})
     parts: list[Changes] = [{"zero.stage": 3}, {"zero.stage": 1, "zero.offload_optimizer": True}]
     together = {"zero.stage": 3, "zero.offload_optimizer": True}
@@ -244,7 +244,7 @@ def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, co
     assert [advice.changes for advice in _combine_changes(planner, whole, memory, singles)] == [together]
 
 
-def test_the_table_and_the_advice_know_the_same_fixes(planner: Planner, config: RunConfig) -> None:
+def test_table_and_advice_agree(planner: Planner, config: RunConfig) -> None:
     """What `zerolora estimate` calls fitting the check before a run does not call impossible."""
     for changes in ({}, {"zero.stage": 3, "zero.gather": "module"}):
         start = apply_changes(config, changes)
@@ -313,7 +313,7 @@ def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "too large" in out
 
 
-def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misfits_and_impossible_stages_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """7.7 GiB including 2.1 GiB of the base, which can be offloaded to host memory."""
     file = tmp_path / "run.yaml"
     file.write_text("base_model: random:tinyllama-1.1b\noutput_dir: x\ndataset: {path: absent.jsonl}\n")

@@ -89,7 +89,7 @@ def test_a_mistake_that_depends_on_a_wrong_setting_waits_for_it(
     assert found.startswith(wrong)
 
 
-def test_a_misspelt_name_is_not_also_missing_and_its_setting_is_in_doubt(tmp_path: Path) -> None:
+def test_a_misspelled_name_is_not_also_reported_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("base_modl: m\noutput_dir: x\ndataset: {pth: d}\n")
     with pytest.raises(UserErrors) as caught:

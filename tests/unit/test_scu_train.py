@@ -227,7 +227,7 @@ def test_requirements_with_a_gpu(
         ("CUDA of torch", "FAIL CUDA this torch is built without it"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_requirements_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, line: str
 ) -> None:
     failing = "[ $# = 0 ] && exit 9; echo NVIDIA-SMI has failed; exit 9"

@@ -296,7 +296,7 @@ def test_a_switch_with_further_values_names_them(name: str, word: str, file: Pat
         assert "must be true, false or " in line and word in line
 
 
-def test_every_mistake_is_told_with_its_line(file: Path) -> None:
+def test_every_mistake_is_reported_with_its_line(file: Path) -> None:
     file.write_text(BASE + "lora_r: 0\ntraining:\n  epochs: -1\n  lerning_rate: 1\n")
     assert refusal(file, "zero.stage=7").split("\nerror: ") == [
         "lora_r=0: must be 1 or more (c.yaml:4)",
@@ -306,7 +306,7 @@ def test_every_mistake_is_told_with_its_line(file: Path) -> None:
     ]
 
 
-def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: Path) -> None:
+def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
     file.write_text(
         "base_modle: m\noutput_dir: runs/x\ndataset: {path: d, formatt: alpaca}\nlora:\n  r: 8\n  r: 9\n"
         "training:\n  epochs: many\n  early_stopping: 2\nlora_alpha: 1\nlora.alpha: 2\ndeepspeed: z.json\n"
@@ -332,7 +332,7 @@ def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: P
     ]
 
 
-def test_what_follows_from_a_mistake_is_not_told_as_another(file: Path) -> None:
+def test_consequences_of_a_mistake_are_not_reported(file: Path) -> None:
     file.write_text(BASE.replace("data.jsonl}", "d, val_splitt: 0.1}") + "training: {eval_steps: 5}\nadapter: qlorra\n")
     assert refusal(file, "lora.init=loftq").split("\nerror: ") == [
         "dataset.val_splitt: unknown setting; did you mean dataset.val_split? (c.yaml:3)",

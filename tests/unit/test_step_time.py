@@ -180,7 +180,7 @@ def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.Ca
         (["--card", "H100", "zero.offload_optimizer=true"], "by module and of offloading is not predicted"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line(
+def test_unpredictable_configurations_are_one_error_line(
     config: Path, given: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(config), "--gpus", "4", *given]) == 2

@@ -71,7 +71,7 @@ def test_packs_of_a_model_without_a_context_limit_hold_all_but_the_longest_docum
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("count", [3, 12, 40, 140, 1500])
-def test_what_init_writes_is_not_warned_of(
+def test_a_file_of_init_causes_no_warning(
     count: int, gpus: int, ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_chats(ground / f"chats-{count}.jsonl", count)
@@ -86,7 +86,7 @@ def test_what_init_writes_is_not_warned_of(
     assert steps and int(steps.group(1).replace(",", "")) >= 20
 
 
-def test_init_examines_a_model_and_data_that_are_here(
+def test_init_reads_local_model_and_data(
     ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def become(module: str, words: list[str]) -> NoReturn:
@@ -190,7 +190,9 @@ def test_the_card_decides_how_the_base_is_kept(
     assert config.training.learning_rate in (2e-4, 3e-4)
 
 
-def test_what_cannot_be(ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_requests_are_refused(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ground)
     monkeypatch.setenv("HOME", str(ground))
     words = ["--output", "never.yaml", "--output-dir", "x", "--gpus", "1", "--data", "texts.jsonl"]

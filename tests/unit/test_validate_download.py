@@ -35,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "lora_r=8", "logging.run_name=trial #3"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     model = 384 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
@@ -141,9 +141,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )
-def test_it_says_what_the_settings_mean(
-    override: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_explains_settings(override: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "adapter=lora", override]) == 0
     assert line in capsys.readouterr().out
 
