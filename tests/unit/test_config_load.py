@@ -154,5 +154,6 @@ def test_settings_are_checked_without_model_and_data(tmp_path: Path, capsys: pyt
     file = tmp_path / "c.yaml"
     file.write_text("base_model: no/such-model\noutput_dir: x\ndataset: {path: nowhere.jsonl}\n")
     assert validate([str(file), "lora.r=4", "--settings-only"]) == 0
+    assert capsys.readouterr().out.endswith(f"zerolora validate {file} lora.r=4\n"), "with the overrides"
     assert validate([str(file), "lora.r=0", "--settings-only"]) == 2
     assert capsys.readouterr().err == "error: lora.r=0: must be 1 or more (command line)\n"
