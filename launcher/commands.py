@@ -33,7 +33,7 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
-    "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
+    "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
     "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),

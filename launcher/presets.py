@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from launcher.module import become_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest, shown
-from trainer.config.yaml_core import plain
+from trainer.config.yaml_core import parse_scalar
 from trainer.contract.home import HOME
 from trainer.contract.output_files import check_settings_file
 
@@ -172,7 +172,8 @@ def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
 
 
 def _scalar(text: str) -> str:
-    return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
+    is_plain = re.fullmatch(r"[\w./~@+-]+", text) and parse_scalar(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _file_name(name: str) -> str:

@@ -20,12 +20,12 @@ from trainer.config import UserError
 from trainer.config.scu_flags import (
     CONFIG_FILE,
     LOG_FILE,
+    build_settings,
     load_flags,
     open_log,
     parse,
     resumed_ranks,
     resumed_settings,
-    settings,
 )
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         return check_requirements(Path(options.output_dir))
     overrides = list(options.overrides)
     tree = resumed_settings(options)
-    text = dump(settings(options, *_find_data(options)) if tree is None else tree)
+    text = dump(build_settings(options, *_find_data(options)) if tree is None else tree)
     with tempfile.TemporaryDirectory() as folder:
         # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE

@@ -22,7 +22,7 @@ from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.command_line import parse_override
 from trainer.config.messages import setting_type
-from trainer.config.values import kinds
+from trainer.config.values import accepted_types
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
@@ -132,7 +132,7 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not name:
             raise UserError(f"{text}: must read key=value,value, such as training.learning_rate=1e-4,2e-4")
-        takes_list = tuple in kinds(setting_type(ALIASES.get(name, name)) or str)
+        takes_list = tuple in accepted_types(setting_type(ALIASES.get(name, name)) or str)
         (axes if "," in values and not takes_list and not values.startswith(("[", "{", '"', "'")) else fixed).append(
             text
         )

@@ -1,1 +1,1 @@
-"""What every rank of a run of zerolora executes: configuration, data, model, engine, loop, checkpoints, reports."""
+"""The code of every rank of a zerolora run: configuration, data, model, engine, loop, checkpoints, reports."""

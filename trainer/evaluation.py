@@ -40,19 +40,16 @@ class Evaluation:
 
         The `first` evaluation also has the scores of the base.
         """
-        with averaged_weights(self._engine):
-            return self._measure(first=first)
-
-    def _measure(self, *, first: bool) -> tuple[float, dict[str, float]]:
         values: dict[str, float] = {}
-        if self.has_data:
-            values["eval/loss"], measured = self.loss()
-            values |= measured
-        scores = self._task.scores(self._engine)
-        values |= {f"eval/{name}": value for name, value in scores.values.items()}
-        if first and scores.values:
-            base = self._task.scores(self._engine, base=True)
-            values |= {f"base/{name}": value for name, value in base.values.items()}
+        with averaged_weights(self._engine):
+            if self.has_data:
+                values["eval/loss"], further = self.loss()
+                values |= further
+            scores = self._task.scores(self._engine)
+            values |= {f"eval/{name}": value for name, value in scores.values.items()}
+            if first and scores.values:
+                base = self._task.scores(self._engine, base=True)
+                values |= {f"base/{name}": value for name, value in base.values.items()}
         if scores.values:
             self._say("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
         if (best := f"eval/{self._best}") not in values and self._best != "loss":
@@ -63,7 +60,7 @@ class Evaluation:
 
     @phase("evaluate")
     def loss(self) -> tuple[float, dict[str, float]]:
-        """Return the held-out loss per target and further metrics of it; every rank must call it."""
+        """Return the held-out loss per target and metrics derived from it; every rank must call it."""
         loss = self.held_out_loss()
         if not math.isfinite(loss):
             self._say(
@@ -78,7 +75,7 @@ class Evaluation:
         return self.mean_loss(self._task.evaluation())
 
     def mean_loss(self, batches: Iterable[Any]) -> float:
-        """Return the loss of batches per target, in nats; every rank must call it."""
+        """Return the mean loss of a target in nats; every rank must call it."""
         return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:

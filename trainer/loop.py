@@ -20,7 +20,7 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.step import StepContext, StepInFlight, StepResult, train_step
 
-NONFINITE_IN_A_ROW = 10
+MAX_CONSECUTIVE_NONFINITE = 10
 
 
 class NonfiniteElsewhere(FloatingPointError, OtherRankFailed):
@@ -46,21 +46,21 @@ class Loop:
     ) -> None:
         """`evaluate` returns the value by which evaluations are compared (lower is better), and all metrics.
 
-        `counted` as in `Task`. Only rank 0 has a `reporter`; a run without `checkpoints` saves none.
+        `counted` is that of `Task`. Only rank 0 has a `reporter`; without `checkpoints` none are saved.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
         self._checkpoints, self._counted = checkpoints, counted
         self.position = position
         self._saved_at = position.step
-        self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
+        self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
         self.latest: StepResult | None = None
         """Result of the last finished step."""
-        # Step, its numbers, and metrics known at its launch.
+        # The number of the step, the step, and metrics known at its launch.
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
-        self._before: StepInFlight | None = None
+        self._previous: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
 
@@ -93,14 +93,14 @@ class Loop:
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
-        """Evaluate, run the hooks between steps, and save, each if it is due."""
+        """Evaluate if due, run the hooks between steps, and save if due."""
         if self._context.stragglers is not None:
             self._context.stragglers.compare(self.position.step)
         self._evaluate_if_due()
         for hook in self._hooks:
             hook.between_steps(self.position.step, self._pause)
         steps = self._training.save_steps
-        if self._save_asked or (steps and self.position.step % steps == 0):
+        if self._save_requested or (steps and self.position.step % steps == 0):
             self._save()
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class Loop:
         self._save(at_the_end=True)
 
     def save_and_raise(self, error: UserError) -> NoReturn:
-        """Save, and raise the error of unusable data with how to continue."""
+        """Save, and raise the error of unusable data with the way to resume."""
         # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
@@ -128,8 +128,8 @@ class Loop:
         self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
-        """Prepare for the launch of the next step."""
-        if self._before is None:
+        """Start the clock and run the hooks before the launch of the next step."""
+        if self._previous is None:
             self._started = time.perf_counter()
         PROGRESS.at_step(self.position.step + 1)
         for hook in self._hooks:
@@ -144,14 +144,14 @@ class Loop:
         position.offset += consumed
         if context.batches.samples_per_epoch and position.offset >= context.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
-        known = {"train/learning_rate": float(context.schedule.get_last_lr()[0])}
-        known["perf/graphed"] = context.loss.take_fraction() if isinstance(context.loss, GraphedLoss) else 0.0
-        self._in_flight = position.step, launched, known
+        metrics = {"train/learning_rate": float(context.schedule.get_last_lr()[0])}
+        metrics["perf/graphed"] = context.loss.take_fraction() if isinstance(context.loss, GraphedLoss) else 0.0
+        self._in_flight = position.step, launched, metrics
         if not launched.on_device:
             self._settle()
 
     def _launch(self) -> tuple[StepInFlight, int]:
-        """Fetch and start the step at this position; also returns the number of samples that all ranks used."""
+        """Fetch the data of the next step and launch it; also return the number of samples that all ranks used."""
         context, position = self._context, self.position
         batches, consumed = self.fetch()
         launched = train_step(
@@ -175,22 +175,22 @@ class Loop:
         return batches, consumed
 
     def before_update(self) -> None:
-        """Finish the step before, and let the device wait for copies of what the update changes."""
+        """Finish the previous step, and make the device wait for copies of tensors that the update changes."""
         self._context.recovery.is_updating = True
         self._settle()
         if self._checkpoints is not None:
             self._checkpoints.make_updates_wait()
 
     def wants_save(self) -> bool:
-        """Return whether `save_minutes` have passed on rank 0; the others get this from the step's result."""
+        """Return whether `save_minutes` have passed on rank 0; other ranks get this with the step's result."""
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _settle(self) -> None:
-        """Wait for the result of the step in flight, if any; called before the next update or when it is needed."""
+        """Wait for the step in flight, if any, and report it; called before the next update or when it is needed."""
         if self._in_flight is None:
             return
-        (step, launched, known), self._in_flight = self._in_flight, None
+        (step, launched, metrics), self._in_flight = self._in_flight, None
         position, result = self.position, launched.result()
         self.latest = result
         self._check_finite(step, result)
@@ -199,21 +199,21 @@ class Loop:
         position.tokens += result.tokens
         position.target_tokens += result.target_tokens
         self._stop = result.stop
-        self._save_asked = self._save_asked or result.save
-        if self._before is None:
+        self._save_requested = self._save_requested or result.save
+        if self._previous is None:
             seconds = time.perf_counter() - self._started
         else:
-            seconds = launched.seconds_since(self._before)
-        self._before = launched
-        self._report(step, result, known, seconds)
+            seconds = launched.seconds_since(self._previous)
+        self._previous = launched
+        self._report(step, result, metrics, seconds)
 
     def _pause(self) -> None:
-        """Wait for the step in flight; the time from here on is not part of the next step's."""
+        """Wait for the step in flight, and exclude the time until the next step from the duration of that step."""
         self._settle()
-        self._before = None
+        self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """Raise FloatingPointError if a step was not finite and the run must stop; it has not changed any weight."""
+        """Raise FloatingPointError if a step was not finite and the run must stop; the step changed no weight."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
@@ -221,25 +221,25 @@ class Loop:
         position.nonfinite_steps += 1
         # fp16 finds its loss scale by trial, with a few skipped steps at the start.
         searching = self._context.engine.fp16_enabled() and not result.applied
-        patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
+        patience = MAX_CONSECUTIVE_NONFINITE * 2 if searching else MAX_CONSECUTIVE_NONFINITE
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
         PROGRESS.attribute_failures_to(step)
         if result.nonfinite_ranks and not result.own_is_nonfinite:
-            one = result.nonfinite_rank
-            who = f"{result.nonfinite_ranks} other ranks" if one is None else f"rank {one}"
-            raise NonfiniteElsewhere(f"step {step}: {who} had a loss that is not finite; no weight was changed by it")
+            rank = result.nonfinite_rank
+            ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
+            raise NonfiniteElsewhere(f"step {step}: {ranks} had a loss that is not finite; no weight was changed by it")
         raise FloatingPointError(
             f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
             "`zerolora inspect`"
         )
 
-    def _report(self, step: int, result: StepResult, known: dict[str, float], seconds: float) -> None:
+    def _report(self, step: int, result: StepResult, metrics: dict[str, float], seconds: float) -> None:
         context, position, counted = self._context, self.position, self._counted
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
-        # Some are summed over all ranks, so that all must call them.
+        # All ranks must call these, since some sum over ranks.
         measured = [hook.after_step(finished) for hook in self._hooks]
         measured += [context.loss.values()] if is_logged else []
         if self._reporter is None:
@@ -252,15 +252,15 @@ class Loop:
             f"perf/{counted[0]}_per_second": result.tokens / seconds,
             f"perf/{counted[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
-        } | known
+        } | metrics
         if samples := context.batches.samples_per_epoch:
             values["train/epoch"] = position.epoch + position.offset / samples
         counts = (position.tokens, position.target_tokens)
         values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
-        for found in measured:
-            values |= found
+        for each in measured:
+            values |= each
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         self._reporter.progress(step, values)
@@ -282,16 +282,15 @@ class Loop:
                 self._save()
         else:
             position.worse_in_a_row += 1
-            self.stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
-                training.early_stopping or 0
-            )
+            patience = training.early_stopping
+            self.stopped_early = patience is not None and position.worse_in_a_row >= patience
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """Save a checkpoint, completely at the end; a full disk does not stop training, and the next save tries again.
+        """Save a checkpoint; at the end, wait until it is written. A full disk does not stop training.
 
-        The copy is launched before waiting for the step's result, after which the device is idle.
+        The copy is launched before waiting for the step's result, when the device would otherwise be idle.
         """
-        self._save_asked = False
+        self._save_requested = False
         if self._checkpoints is None:
             return
         if self._saved_at != self.position.step:
@@ -304,7 +303,7 @@ class Loop:
         checkpoints.copy(context.engine)
         waiting = time.perf_counter()
         self._settle()
-        self._before, started = None, started + time.perf_counter() - waiting
+        self._previous, started = None, started + time.perf_counter() - waiting
         try:
             checkpoints.save(context.engine, self.position, context.schedule, context.batches, context.steering)
         except SaveFailed:
@@ -312,14 +311,14 @@ class Loop:
                 raise
         else:
             self._saved_at = self.position.step
-        self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), time.perf_counter() - started
+        self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), time.perf_counter() - started
 
 
 @contextmanager
 def exclude_from_garbage_collection() -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the block.
 
-    Traversing the half a million objects of model and libraries would delay a rank by tenths of a second in some steps,
+    Traversing half a million objects of model and libraries would delay a rank by tenths of a second in some steps,
     while the others wait.
     """
     gc.collect()

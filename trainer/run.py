@@ -20,6 +20,7 @@ from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
 from trainer.parallel.engine.adapter_choice import find_choice
+from trainer.parallel.engine.deepspeed_engine import watch_stragglers
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
@@ -31,13 +32,13 @@ from trainer.setup.joining import join
 from trainer.step import StepContext
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
-# Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
+# How long a failed run may take to finish writing its newest checkpoint; the launcher waits 8 s.
 FINISH_SAVE_S = 5.0
 LONG_LOAD_S = 3.0
 
 
 class Run:
-    """A training run on one rank; further attributes are in the order in which they are set."""
+    """A training run on one rank; attributes without a value are listed in the order in which they are set."""
 
     has_checkpoints = True
     build_evaluation: Callable[..., Evaluation] = Evaluation
@@ -105,7 +106,7 @@ class Run:
         return self.position
 
     def find_checkpoint(self) -> None:
-        """Open the folder and agree on the checkpoint to begin at."""
+        """Open the run's folder, and agree with the other ranks on the checkpoint to start from."""
         self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.lock)
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
@@ -126,7 +127,7 @@ class Run:
         self.loop = self._build_loop(engine, position)
 
     def end(self, *, stopped: bool) -> None:
-        """Evaluate and save the result of the loop, unless it was stopped by a signal, on which all ranks agree."""
+        """Evaluate and save the result of the loop, unless a signal stopped it, which must be equal on all ranks."""
         engine, position, self._stopped = self._engine, self.position, stopped
         self.say.is_starting = False  # also of a run that had no step left
         after = None
@@ -143,27 +144,27 @@ class Run:
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.folder.save_steering(self.steering)
-        self.peak = self.memory.measure_peak(self.device)
+        self.peak = self.memory.measure_peak()
         self._loss_after = after
 
     def _join(self) -> None:
         joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
         self.precision, self.memory, self.task, self.total_steps = joined
         self.device, self.config = self.ranks.device(), self.memory.config
-        decided = self.memory.decisions
-        self.builder = Builder(self.config, decided, self.task, self.ranks, self.device, self.precision)
+        decisions = self.memory.decisions
+        self.builder = Builder(self.config, decisions, self.task, self.ranks, self.device, self.precision)
 
     @phase("load")
     def _build_model(self) -> Any:
-        line = f"loading the model {escape(self.config.base_model)}"
-        slow = threading.Timer(LONG_LOAD_S, self.say.show, [line])
-        slow.daemon = True
-        slow.start()
+        message = f"loading the model {escape(self.config.base_model)}"
+        timer = threading.Timer(LONG_LOAD_S, self.say.show, [message])
+        timer.daemon = True
+        timer.start()
         try:
-            model, (trains, *lines) = self.builder.model()
+            model, (summary, *lines) = self.builder.model()
         finally:
-            slow.cancel()
-        self.say.show(trains)
+            timer.cancel()
+        self.say.show(summary)
         for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.lines()):
             (self.say.show if str(line).startswith("train: ") else self.say)(line)
         return model
@@ -176,7 +177,7 @@ class Run:
 
     @phase("restore")
     def _restore(self, engine: Engine) -> Position:
-        """Create batches and schedule, and return the position, restored from a checkpoint if given."""
+        """Create batches and schedule, and return the position; all are restored if there is a checkpoint."""
         self.batches = self.task.batches()
         self.schedule = self.builder.schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
@@ -200,18 +201,16 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        alone = find_choice(engine.module) is None
-        loss = self.builder.step_loss(self.loss, engine.module, self.say) if alone else self.loss
+        is_single = find_choice(engine.module) is None
+        loss = self.builder.step_loss(self.loss, engine.module, self.say) if is_single else self.loss
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=alone)
+        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=is_single)
         recovery = self.memory.recovery(self.ranks.world_size)
+        stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule
-        context = StepContext(*parts, recovery, self.steering)
-        if alone:
-            context = StepContext.for_run(recovery, *parts, self.steering, self.say)
         return Loop(
-            context,
+            StepContext(*parts, recovery, self.steering, stragglers),
             hooks,
             config.training,
             position,
@@ -235,10 +234,10 @@ class Run:
 
     def _report_early_stop(self, position: Position) -> None:
         patience, best = self.config.training.early_stopping, self.config.training.best_metric
-        words = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
+        better, optimum = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {self.total_steps}: no {words[0]} in {patience} "
-            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
+            f"stopped early at step {position.step} of {self.total_steps}: no {better} in {patience} "
+            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {optimum} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})

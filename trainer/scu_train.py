@@ -1,4 +1,4 @@
-"""The program of a rank with the flags of `zerolora scu-train`, for use with other launchers.
+"""The program of a rank with the flags of `zerolora scu-train`, for other launchers.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
+from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, open_log, parse, resumed_settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_place
@@ -46,15 +46,15 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
-            word = flag.replace("_", "-")
-            raise UserError(f"--{word}: needs no ranks; run `zerolora scu-train --{word}`")
+            option = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{option}: needs no ranks; run `zerolora scu-train {option}`")
     tree = resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None
         if data is None:
             cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
             data, held_out = map(str, demo_data(cache))
-        tree = settings(options, data, held_out)
+        tree = build_settings(options, data, held_out)
     path.write_text(dump(tree), encoding="utf-8")
     return list(options.overrides), Path(load_flags(path, options).config.output_dir)
 

@@ -17,7 +17,6 @@ import torch
 
 from trainer.contract.known_versions import changed
 from trainer.memory.oom_recovery import Recovery
-from trainer.parallel.engine.deepspeed_engine import watch_stragglers
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, sum_over_ranks
 from trainer.parallel.ranks.progress import phase
@@ -64,7 +63,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every step of a run works with."""
+    """The objects that every step of a run uses."""
 
     engine: Engine
     loss: StepLoss
@@ -77,27 +76,19 @@ class StepContext:
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None on a single rank."""
 
-    @classmethod
-    def for_run(
-        cls, recovery: Recovery, engine: Engine, loss: StepLoss, batches: BatchSource, ranks: Ranks, schedule: Any,
-        steering: Steering | None, say: Callable[[str], None],
-    ) -> "StepContext":  # fmt: skip
-        """Return the context of a run, with the detection of slow ranks; every rank must call it."""
-        return cls(engine, loss, batches, ranks, schedule, recovery, steering, watch_stragglers(engine, ranks, say))
-
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
         """Count the block as this rank's own time."""
         return nullcontext() if self.stragglers is None else self.stragglers.own_time(on_device=on_device)
 
 
 class StepInFlight:
-    """A launched step, with its numbers being copied from the device while the host launches the next one."""
+    """A launched step; its numbers are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, a vector in fp64 on the device.
 
         They are: weight of the targets, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum
-        of `NONFINITE` + rank over ranks with a non-finite loss, the same for this rank.
+        of `NONFINITE` + rank over ranks with a non-finite loss, and the same for this rank only.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -125,7 +116,7 @@ class StepInFlight:
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
-        """Return the time between the ends of an earlier step and this one, both of which must be finished."""
+        """Return the seconds between the ends of an earlier step and of this one; both must be finished."""
         if self._ended is None or earlier._ended is None:
             return self.launched_at - earlier.launched_at
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
@@ -215,9 +206,10 @@ def _global_counts(
 
 
 def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
-    """Measure the norm, clip, and skip non-finite gradients at stage 0 in 32 bits, where DeepSpeed has no wrapper.
+    """Clip gradients and skip non-finite ones at stage 0 in 32 bits, where DeepSpeed does not wrap the optimizer.
 
-    Returns None for other engines. torch's AdamW ignores parameters without gradients, so dropping them skips the step.
+    Returns the norm, or None for other engines. torch's AdamW ignores parameters without gradients, so dropping them
+    skips the step.
     """
     if engine.optimizer is not engine.basic_optimizer:
         return None

@@ -17,17 +17,17 @@ def main(argv: list[str] | None = None) -> int:
     """Train, and return the exit code of trainer/entry/rank.py."""
     begin()
     gc.disable()  # until all imports are done
-    words = sys.argv[1:] if argv is None else argv
-    if HELD in words:
+    arguments = sys.argv[1:] if argv is None else argv
+    if HELD in arguments:
         if os.environ["RANK"] == "0":
             PROGRESS.show("importing")
         from trainer.entry.prestart import main as prestart
 
-        return prestart(words)
+        return prestart(arguments)
     from trainer.entry.rank import main as train
 
     import_common_modules()
-    return train(words)
+    return train(arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.needs import find_unread_settings
+from trainer.config.needs import find_unused_settings
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
@@ -99,7 +99,7 @@ def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argpa
             folder = options.output / f"{setting.label}-seed{seed}"
             steered = {"enabled": True, "measure": setting.measure, "controller": setting.controller}
             scu = config.scu.model_copy(update=steered)
-            unread = {each.name for each in find_unread_settings(config.model_copy(update={"scu": scu}))}
+            unread = {each.name for each in find_unused_settings(config.model_copy(update={"scu": scu}))}
             given = [text for text in overrides if text.partition("=")[0] not in unread]
             own = [*given, *OF_EVERY_TRIAL, *shown, *_overrides(setting, config, min(options.lambdas))]
             own += [f"seed={seed}", f"output_dir={folder}"]

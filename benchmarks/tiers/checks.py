@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from trainer.checkpoint.checkpoint_files import checkpoint_step, list_checkpoints
-from trainer.config import TierSection
+from trainer.config.sections import TierSection
 from trainer.monitor.metrics import Record
 
 # Warm-up: kernels are compiled, caches filled, and the allocator grows.

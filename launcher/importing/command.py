@@ -15,7 +15,7 @@ from launcher.importing.translation import Foreign, Translation
 from launcher.supervision.terminal import say
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.load import load_text, recognize_trainer
-from trainer.config.needs import find_unread_settings
+from trainer.config.needs import find_unused_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
 from trainer.contract.output_files import check_settings_file
@@ -77,7 +77,7 @@ def leave_out_unread(translation: Translation) -> None:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # reported by load_text
         return
-    for found in find_unread_settings(config):
+    for found in find_unused_settings(config):
         if found.name in translation.settings and not found.need.replaces:
             names = translation.settings.pop(found.name).names
             for name in names[:1]:  # empty for their defaults

@@ -19,8 +19,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import Mistake, UserErrors, describe_problem, shown
 from trainer.config.messages import setting_type
-from trainer.config.values import kinds, parse_value
-from trainer.config.yaml_core import plain
+from trainer.config.values import accepted_types, parse_value
+from trainer.config.yaml_core import parse_scalar
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
@@ -96,8 +96,8 @@ def load_table(name: str) -> dict[str, Key]:
             key, _, ours = key.partition("=")
             ours = (ours or ALIASES.get(key, key)) if word == "copy" else ""
             kind = _setting_kind(ours) if ours else KINDS.get(word, Any)
-            unless = (plain(nothing),) if nothing else ()
-            table.setdefault(key, Key(kind, ours, plain(default) if default else UNSET, unless))
+            unless = (parse_scalar(nothing),) if nothing else ()
+            table.setdefault(key, Key(kind, ours, parse_scalar(default) if default else UNSET, unless))
     for names, why in source.get("left_out", {}).items():
         table |= {key: replace(table.get(key, Key()), left_out=why) for key in names.split()}
     return (load_table(source["includes"]) if "includes" in source else {}) | table
@@ -120,13 +120,13 @@ def read_kind(kind: Any) -> Any:
     if isinstance(kind, dict):
         return [read_kind(kind["each"])] if "each" in kind else {key: read_kind(inner) for key, inner in kind.items()}
     words = kind.split(" | ") if kind else ["any"]
-    constants = tuple(plain(word) for word in words if word not in KINDS and word != "any")
+    constants = tuple(parse_scalar(word) for word in words if word not in KINDS and word != "any")
     types = [KINDS.get(word, Any) for word in words if word in KINDS or word == "any"]
     return reduce(or_, [*types, *([Literal[constants]] if constants else [])])
 
 
 def _setting_kind(ours: str) -> Any:
-    wanted = kinds(setting_type(ours))
+    wanted = accepted_types(setting_type(ours))
     found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in found if known in wanted), Any)
 

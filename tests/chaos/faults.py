@@ -11,7 +11,7 @@ from tests.chaos.disks import Disk, FileServer, SmallDisk
 from tests.chaos.outside import Outside
 from tests.chaos.places import HERE, Local, OnGpus, Place, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import BATCH, EVALUATE_EVERY, HANG_MINUTES, HELD_OUT_CHATS, Chaos, start
-from trainer.config import FIRST_STEP_FACTOR
+from trainer.config.training_sections import FIRST_STEP_FACTOR
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
 CALL = {

@@ -102,7 +102,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, adapter: str, backend: str, c
     assert layer.records("eval/loss") == pytest.approx(expected.records("eval/loss"), rel=1e-6)
     assert "base: cut into 4 layers" in layer.console  # two layers, embedding and head
     if backend == "reference":
-        assert "fused 14 of 14 adapted layers (reference: asked for), 10 of them grouped" in layer.console
+        assert "fused 14 of 14 adapted layers (reference: as configured), 10 of them grouped" in layer.console
 
 
 @pytest.mark.parametrize("kind", ["none", "recomputed"])
@@ -110,7 +110,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, adapter: str, backend: str, c
 def test_deepspeeds_own_stage_3_can_be_requested(runs: Matrix, adapter: str, kind: str) -> None:
     case = runs[f"{adapter}-module-{kind}"]
     assert case.losses == pytest.approx(runs[f"{adapter}-2"].losses, rel=1e-6)
-    assert "base: gathered by DeepSpeed (zero.gather: module, asked for)" in case.console
+    assert "base: gathered by DeepSpeed (zero.gather: module, as configured)" in case.console
 
 
 def test_unsupported_settings_fall_back_to_deepspeed_with_a_reason(runs: Matrix) -> None:

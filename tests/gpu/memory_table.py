@@ -151,9 +151,9 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
         run = MeasuredRun(loaded, prepared, ranks, Console(file=console), StopRequest())
         run.measure(evaluate=lambda _: 0.0, at_the_end=lambda _: None)
         run.train()
-    found = run.memory.found
+    found = run.memory.estimate
     assert found is not None, run.memory.notes
-    resident = ("base model", "quantisation state", "adapter", "optimizer", "workspaces", "communication buffers")
+    resident = ("base model", "quantization state", "adapter", "optimizer", "workspaces", "communication buffers")
     return {
         "predicted": found.peak,
         "measured": run.peak,

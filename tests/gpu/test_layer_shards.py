@@ -88,7 +88,7 @@ def test_deepspeeds_own_stage_3_has_the_losses_of_stage_2(runs: Matrix, variant:
     """It computes q, k, v one by one, which rounds differently in 16 bits."""
     module = runs[f"{variant}-module"]
     assert module.losses == pytest.approx(runs[f"{variant}-2"].losses, rel=1e-5 if variant == "fp32" else 5e-3)
-    assert "base: gathered by DeepSpeed (zero.gather: module, asked for)" in module.console
+    assert "base: gathered by DeepSpeed (zero.gather: module, as configured)" in module.console
 
 
 @pytest.mark.skipif(GPUS < 2, reason="one GPU is one rank already")

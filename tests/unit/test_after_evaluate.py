@@ -140,7 +140,7 @@ def test_a_split_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> 
     ("words", "line"),
     [
         ("--tasks arc_easy --num-fewshot=-1", "--num-fewshot=-1: must be 0 or more"),
-        ("--tasks ,", "--tasks=,: names no task; pass one, such as --tasks gsm8k"),
+        ("--tasks ,", "--tasks=,: empty; pass a task, such as --tasks gsm8k"),
         ("--num-fewshot 0", "--num-fewshot: needs --tasks; add it, or remove this"),
         ("--limit 3", "--limit: needs --tasks; add it, or remove this"),
         ("--apply-chat-template", "--apply-chat-template: needs --tasks; add it, or remove this"),

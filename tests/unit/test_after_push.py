@@ -17,7 +17,7 @@ import yaml
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
-from trainer.commands.push import read_records, stage
+from trainer.commands.push import read_records, stage_files
 from trainer.config import LoraSection
 from trainer.config.files import read_json
 from trainer.monitor.report.model_card import OURS, PEFT_PLACEHOLDER, public_name
@@ -49,7 +49,7 @@ def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine
     (run_dir / "secrets.txt").write_text(TOKEN)
     folder = tmp_path / "staged"
     folder.mkdir()
-    names = {str(path.relative_to(folder)) for path in stage(find_run(run_dir), "me/tiny", folder)}
+    names = {str(path.relative_to(folder)) for path in stage_files(find_run(run_dir), "me/tiny", folder)}
     assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     extra = names - {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert all(name.startswith("tokenizer") or name.endswith(".jinja") for name in extra), extra
@@ -122,7 +122,7 @@ def test_a_card_that_a_person_wrote_is_kept_and_others_are_written_anew(run_dir:
             card.write_text(before)
         folder = tmp_path / f"staged-{number}"
         folder.mkdir()
-        stage(find_run(run_dir), "me/tiny", folder)
+        stage_files(find_run(run_dir), "me/tiny", folder)
         assert (folder / "README.md").read_text() == card.read_text()
         assert (card.read_text() == before) is kept
 
@@ -248,7 +248,7 @@ def test_a_refusal_is_one_line_without_the_token(hub: Hub, run_dir: Path, status
 
 
 def test_no_network_and_the_offline_switch_are_one_line(run_dir: Path) -> None:
-    for offline, message in ((False, "cannot be reached (ConnectError)"), (True, "switched off by HF_HUB_OFFLINE")):
+    for offline, message in ((False, "cannot be reached (ConnectError)"), (True, "HF_HUB_OFFLINE turns the hub off")):
         done = push_to("http://127.0.0.1:9", run_dir, "--base-model", "org/Base-1B", offline=offline)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1 and message in done.stderr

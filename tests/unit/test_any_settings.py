@@ -14,7 +14,7 @@ from tests.any_input import or_refused, tries, value_at
 from trainer.config import RunConfig, dump_yaml, load_config
 from trainer.config.messages import setting_names, setting_type
 from trainer.config.types import AUTO
-from trainer.config.values import is_text, kinds, words
+from trainer.config.values import accepted_types, accepted_words, is_text
 
 BASE = "base_model: m\noutput_dir: runs/x\ndataset:\n  path: d.jsonl\n"
 NAMES = setting_names()
@@ -56,7 +56,7 @@ python_values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(scalars | st.integers(), inner, max_size=3)),
     max_leaves=5,
 )
-word_values = st.sampled_from(sorted({word for name in NAMES for word in words(setting_type(name))}))
+word_values = st.sampled_from(sorted({word for name in NAMES for word in accepted_words(setting_type(name))}))
 
 
 @pytest.fixture(scope="module")
@@ -191,4 +191,4 @@ def test_any_bytes_as_a_file(file: Path, content: bytes, at: int) -> None:
 def test_the_schema_has_settings_of_every_kind() -> None:
     """What the tests above draw from is not empty."""
     assert len(NAMES) > 100 and len(TEXTS) > 8
-    assert {int, float, bool, tuple, dict} <= set().union(*(kinds(setting_type(name)) for name in NAMES))
+    assert {int, float, bool, tuple, dict} <= set().union(*(accepted_types(setting_type(name)) for name in NAMES))

@@ -127,7 +127,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: not possible at", "use zero.stage: 1"),
     "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
     "zero.offload_parameters=true ; zero.stage=3 ; zero.gather=module ; adapter=qlora": (
-        "cannot offload a quantised base",
+        "cannot offload a quantized base",
         "zero.gather: layer",
         "adapter: lora",
     ),
@@ -384,7 +384,7 @@ def test_a_full_disk_is_noticed_before_training(
     assert f"output_dir={full}/run: 0.00 GiB free" in line and "make room" in line
 
 
-def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_reports_the_mistakes_of_the_checks(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     before = everything_in(ground)

@@ -7,7 +7,7 @@ import yaml
 
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
-from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.messages import setting_names
 
 AXOLOTL = """
@@ -88,7 +88,7 @@ def test_dotted_keys_empty_sections_and_merge_keys_are_yaml_too(tmp_path: Path) 
     assert (config.training.max_steps, config.training.epochs, config.training.batch_size) == (10, 3.0, 2)
 
 
-def test_what_is_printed_reads_back_to_the_same(tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_equal(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         SMALL,
@@ -108,7 +108,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
         config.seed = 1  # type: ignore[misc]
 
 
-def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
+def test_a_setting_instead_of_a_file_is_reported() -> None:
     with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; pass the run's YAML file"):
         load_config(Path("base_model=random:tiny"))
 
@@ -117,7 +117,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
     settings = set(setting_names())
     sections = {"dataset.evaluation"}
     assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
-    assert settings.isdisjoint(ALIASES) and set(ELSEWHERE).isdisjoint(settings | set(ALIASES))
+    assert settings.isdisjoint(ALIASES) and set(ADVICE).isdisjoint(settings | set(ALIASES))
 
 
 def test_every_setting_is_documented() -> None:
@@ -130,7 +130,7 @@ def test_every_setting_is_documented() -> None:
     assert undocumented == []
 
 
-def test_off_is_a_word_where_a_word_is_wanted_and_false_elsewhere(tmp_path: Path) -> None:
+def test_off_is_text_for_text_settings_and_false_elsewhere(tmp_path: Path) -> None:
     config = load(tmp_path, SMALL + "logging: {progress: off}\n", "dataset.packing=true", "dataset.shuffle=false")
     assert (config.logging.progress, config.dataset.packing, config.dataset.shuffle) == ("off", True, False)
     assert load(tmp_path, dump_yaml(config)) == config
@@ -154,5 +154,6 @@ def test_settings_are_checked_without_model_and_data(tmp_path: Path, capsys: pyt
     file = tmp_path / "c.yaml"
     file.write_text("base_model: no/such-model\noutput_dir: x\ndataset: {path: nowhere.jsonl}\n")
     assert validate([str(file), "lora.r=4", "--settings-only"]) == 0
+    assert capsys.readouterr().out.endswith(f"zerolora validate {file} lora.r=4\n"), "with the overrides"
     assert validate([str(file), "lora.r=0", "--settings-only"]) == 2
     assert capsys.readouterr().err == "error: lora.r=0: must be 1 or more (command line)\n"

@@ -18,7 +18,7 @@ from trainer.memory.planner import Lengths, Planner, apply_changes
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
-GPU = Machine.assumed(1, "bf16")
+GPU = Machine.assume(1, "bf16")
 AGAIN = {"training.gradient_checkpointing": "non_reentrant"}
 TILED = AGAIN | {"training.tiled_mlp": "auto"}
 SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -88,17 +88,17 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
         ("llama", {"training.tiled_mlp": True, "zero.stage": 3} | AGAIN, {"mlp_tile": 8192}),
     ],
 )
-def test_what_is_decided_on_a_gpu(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = {name: choice.value for name, choice in decided(model_type, **changes).named()}
+def test_decisions_on_a_gpu(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = {name: choice.value for name, choice in vars(decided(model_type, **changes)).items()}
     assert {name: found[name] for name in expected} == expected
 
 
-def test_what_is_decided_on_a_cpu_and_why() -> None:
+def test_decisions_on_a_cpu_have_reasons() -> None:
     found = decided("llama", Machine(2, False, "fp32", own_kernels=False, flash=False))
-    assert (found.norms.value, found.norms.reason) == ("model", "there is no GPU")
+    assert (found.norms.value, found.norms.reason) == ("model", "no GPU")
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
-    assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (there is no GPU)")
-    assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
+    assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (no GPU)")
+    assert found.line().startswith("decided: attention: sdpa (packed documents are masked: no flash attention), ")
     assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
@@ -108,14 +108,14 @@ def test_reference_text_has_its_own_pass_and_thus_its_own_backward_pass() -> Non
     recomputed = {"training.gradient_checkpointing": "non_reentrant"}
     llama = planner("llama", vocab_size=512)
     steered, plain = config_of(**kl, **recomputed), config_of(**recomputed)
-    work, alone = (llama.work(config, llama.decisions(config)) for config in (steered, plain))
+    work, alone = (llama.build_work(config, llama.decisions(config)) for config in (steered, plain))
     assert work.rows == alone.rows + 1 == steered.training.batch_size + 1
     assert work.larger_pass == alone.larger_pass == steered.training.batch_size
     term = "backward of a layer"
     assert llama.estimate(steered).terms[term] == pytest.approx(llama.estimate(plain).terms[term], rel=1e-3)
 
 
-def test_what_the_base_says_of_reference_text_lies_on_the_host() -> None:
+def test_cached_reference_states_count_as_host_memory() -> None:
     """As many places as the file has, 256 wide, in 16 bits; 1 GiB at most."""
     kl: dict[str, Any] = {
         "scu.enabled": True,
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> No
     assert decide(config_of(), GPU, None).fused_head.value is None
 
 
-def test_a_head_that_turns_out_otherwise_is_said() -> None:
+def test_an_unexpected_head_is_reported() -> None:
     """The record expects a fused loss of a model that caps its logits after all."""
     known = AutoConfig.for_model("gemma2", **SIZES, vocab_size=128, final_logit_softcapping=3.0)
     model = AutoModelForCausalLM.from_config(known).requires_grad_(False)

@@ -15,7 +15,7 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.commands.export.__main__ import main
-from trainer.commands.export.ollama import chat_parts, modelfile
+from trainer.commands.export.ollama import build_modelfile, derive_chat_parts
 from trainer.commands.merged_model import merge
 
 
@@ -55,14 +55,14 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=5e-8, rtol=3e-7)
 
 
-def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_in_llama_cpp_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = make_saved(tmp_path / "base", "mistral", {"sliding_window": 64})
     tokenizer = sentencepiece_like(legacy=False)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     tokenizer.save_pretrained(base)
     assert main([str(make_run(tmp_path, base=base)), "--format", "gguf", "--output", str(tmp_path / "a.gguf")]) == 0
     said = capsys.readouterr().out
-    assert "context of 64 tokens, the model's sliding window" in said
+    assert "context of 64 tokens: llama.cpp does not support this model's sliding window" in said
     assert "handles spaces after special tokens differently, so tokens of chats may differ" in said
 
 
@@ -131,9 +131,9 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
 ) -> None:
     tokenizer = saved_tokenizer(find_run(run_dir))
     tokenizer.chat_template = template
-    parts = chat_parts(tokenizer)
+    parts = derive_chat_parts(tokenizer)
     assert (parts.without_system if parts else None) == expected
-    text = modelfile("m.gguf", tokenizer, system_prompt="Short.")
+    text = build_modelfile("m.gguf", tokenizer, system_prompt="Short.")
     assert ('TEMPLATE """' in text) is (expected is not None) and 'SYSTEM """Short."""' in text
 
 
@@ -148,7 +148,7 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
 def test_ollama_asks_a_run_that_trained_text_as_it_was_trained(
     form: str, template: str | None, run_dir: Path, tmp_path: Path
 ) -> None:
-    text = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
+    text = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
     assert ("TEMPLATE" in text.partition("#")[0]) is (template is not None)
     assert template is None or f'\nTEMPLATE """{template}"""\n' in text
     assert "<|im_start|>" not in text
@@ -163,9 +163,9 @@ def test_ollama_takes_the_form_that_the_run_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["No\u00a0break.", 'Say """\nnothing.'])
 def test_a_system_prompt_that_ollama_would_change_is_left_out(prompt: str, run_dir: Path) -> None:
-    text = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=prompt)
+    text = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=prompt)
     assert "\nSYSTEM" not in text and "\n# No SYSTEM: Ollama would change the system prompt" in text
-    kept = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt='Say """so""", 😀:\n\t"yes"')
+    kept = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt='Say """so""", 😀:\n\t"yes"')
     assert kept.endswith('\nSYSTEM """Say """so""", 😀:\n\t"yes""""\n')
 
 
@@ -173,7 +173,7 @@ def test_answers_stop_where_turns_end_without_a_template_too(run_dir: Path) -> N
     tokenizer = saved_tokenizer(find_run(run_dir))
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.chat_template = COUNTS.replace("\n", "<|im_end|>\n")
-    text = modelfile("m.gguf", tokenizer, system_prompt=None)
+    text = build_modelfile("m.gguf", tokenizer, system_prompt=None)
     assert text.endswith('\nPARAMETER stop "<|endoftext|>"\nPARAMETER stop "<|im_end|>"\n')
 
 
@@ -181,7 +181,7 @@ def test_ollama_gets_the_variables_of_the_template(run_dir: Path) -> None:
     tokenizer = saved_tokenizer(find_run(run_dir))
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ sign }}<|im_end|>")
     for variables, sign in ((None, ""), ({"sign": "!?"}, "!?")):
-        text = modelfile("m.gguf", tokenizer, system_prompt=None, variables=variables)
+        text = build_modelfile("m.gguf", tokenizer, system_prompt=None, variables=variables)
         assert f"{{{{ .Content }}}}{sign}<|im_end|>" in text
 
 
@@ -190,13 +190,13 @@ def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Pa
 
     tokenizer = saved_tokenizer(find_run(run_dir))
     tokenizer.bos_token = "<|im_start|>"
-    parts = chat_parts(tokenizer)
+    parts = derive_chat_parts(tokenizer)
     assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.chat_template = "<|endoftext|>" + CHATML
     backend = tokenizer.backend_tokenizer
     backend.post_processor = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    parts = chat_parts(tokenizer)
+    parts = derive_chat_parts(tokenizer)
     assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
 
 

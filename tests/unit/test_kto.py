@@ -198,17 +198,17 @@ def test_bad_turns_are_named(ground: Path) -> None:
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto compares with a reference"),
-        ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: shortens the longer answer"),
-        ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: weights pairs"),
-        ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labelled answers cannot be streamed"),
-        ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto learns from labelled answers"),
+        ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: applies to pairs"),
+        ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: applies to pairs"),
+        ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labeled answers cannot be streamed"),
+        ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto learns from labeled answers"),
         (
             (GOOD,), {"preference__loss": "dpo", "preference__desirable_weight": 2},
             "preference.desirable_weight=2: has no effect, because preference.loss is not kto",
         ),
         (
             (GOOD,), {"preference__loss": "dpo", "dataset__streaming": True},
-            "dataset.streaming=true: labelled answers cannot be streamed",
+            "dataset.streaming=true: labeled answers cannot be streamed",
         ),
     ],
 )  # fmt: skip

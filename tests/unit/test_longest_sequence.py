@@ -32,7 +32,7 @@ def needed(llama: Planner, config: RunConfig, length: int) -> int:
 
 
 def test_the_longest_fits_and_a_longer_one_does_not() -> None:
-    llama = planner("llama", Machine.assumed(2, "bf16"), vocab_size=512)
+    llama = planner("llama", Machine.assume(2, "bf16"), vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
     memory = 2 * GIB
     longest = find_longest(llama, config, memory)
@@ -46,7 +46,7 @@ def test_a_short_sequence_is_found_to_256_tokens() -> None:
     assert find_longest(llama, config, needed(llama, config, 2400)) == {1: 2304}
 
 
-def test_what_has_no_room_in_host_memory_stays_on_the_device() -> None:
+def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
     """Eight layers of 256 in 16 bits: 512 bytes per token and layer, of which two are on the device while copied."""
     llama = planner("llama", vocab_size=512, num_hidden_layers=8)
     config = RunConfig.model_validate(SETTINGS)
@@ -61,9 +61,9 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device() -> None:
         llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_room=room)
     )  # fmt: skip
     config = apply_changes(config, {"dataset.max_length": bounded})
-    work = of_length.work(config, of_length.decisions(config))
+    work = of_length.build_work(config, of_length.decisions(config))
     one = 512 * bounded
-    none, some, every = (of_length.seen(replace(work, host_room=host)) for host in (0, room, None))
+    none, some, every = (of_length.estimate_activations(replace(work, host_room=host)) for host in (0, room, None))
     assert (none.on_host, some.on_host, every.on_host) == (0, room // one * one, 8 * one)
     assert none.kept - some.kept == some.on_host - min(2 * one, some.on_host)
     assert none.kept - every.kept == 6 * one

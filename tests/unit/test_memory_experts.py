@@ -12,7 +12,7 @@ from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, seen, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered
+from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import packed_tensors
@@ -60,11 +60,11 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
     assert dequantized_expert_bytes(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
     layers = placement(stage=3, by_layer=True, world_size=2, packed=kept.packed, **section.model_dump())
     layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in find_slots(each))
-    assert gathered(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)
+    assert gathered_bytes(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
-def test_packed_experts_keep_what_they_are_called_with(kind: str, tmp_path: Path) -> None:
+def test_packed_experts_keep_their_inputs(kind: str, tmp_path: Path) -> None:
     family, quantization = KINDS[kind]
     folder = made(tmp_path, family)
     how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}

@@ -11,7 +11,7 @@ from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
 from trainer.data import MicroBatch
-from trainer.memory.activations import FP32, Seen, Work
+from trainer.memory.activations import FP32, Activations, Work
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
@@ -53,13 +53,13 @@ def shapes_of(name: str) -> Shapes:
     return read_shapes(model_config(name), ModelSection(), config_of().lora)
 
 
-def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work, Seen]:
+def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work, Activations]:
     planner = Planner(
-        shapes_of(name), Lengths.assumed(config), Machine(1, False, precision, own_kernels=False, flash=False)
+        shapes_of(name), Lengths.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
     )
     decided = planner.decisions(config)
-    work = planner.work(config, decided)
-    return decided, work, planner.seen(work)
+    work = planner.build_work(config, decided)
+    return decided, work, planner.estimate_activations(work)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def bytes_saved(model: Any, loss: TokenLoss, *, packed: bool) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def predicted(name: str, work: Work, seen: Seen) -> int:
+def predicted(name: str, work: Work, seen: Activations) -> int:
     """The layers, and what the loss keeps: fused a gradient of the head's input, else logits.
 
     The first norm keeps nothing, for the embedding is frozen, and the last as much as a norm of a layer. Recomputed
@@ -114,7 +114,7 @@ def predicted(name: str, work: Work, seen: Seen) -> int:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("case", ["fp32", "bf16", "packed", "recomputed", "selective"])
-def test_the_estimate_keeps_what_autograd_keeps(name: str, case: str) -> None:
+def test_the_estimate_agrees_with_autograd(name: str, case: str) -> None:
     if case == "packed" and name in NOT_PACKED:
         pytest.skip("its documents see each other in a pack, which is refused")
     if case == "selective" and name in NO_PARTS:

@@ -18,11 +18,12 @@ from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
 from trainer.data.prepared import Prepared
-from trainer.memory.advice import Advice, _together, describe_misfit, smaller_batch, suggest_changes
+from trainer.memory.advice import _combine_changes, describe_misfit, smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import observe_layers
+from trainer.memory.oom_recovery import OutOfMemory, Recovery
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, gib
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.stored_weights import Shapes
@@ -53,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def planner(shapes: Shapes, config: RunConfig) -> Planner:
-    return Planner(shapes, Lengths.assumed(config), BF16_GPU)
+    return Planner(shapes, Lengths.assume(config), BF16_GPU)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,10 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
         assert found["recommended"]["training.batch_size"] == config.training.batch_size
 
 
-def test_what_does_not_grow_with_the_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
+def test_memory_independent_of_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
     """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
     changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
-    work = planner.work(changed, planner.decisions(changed))
+    work = planner.build_work(changed, planner.decisions(changed))
     assert planner._layers(work.kernels, 8)[0].peak == pytest.approx(
         observe_layers(planner.shapes, work.kernels, 8)[0].peak, rel=0.001
     )
@@ -115,7 +116,7 @@ def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
 def test_models_without_sdpa_keep_probabilities(config: RunConfig, packing: bool) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "head_dim": 16}
     shapes = read_shapes(AutoConfig.for_model("gemma2", **sizes), ModelSection(), LoraSection())
-    planner = Planner(shapes, Lengths.assumed(config), BF16_GPU)
+    planner = Planner(shapes, Lengths.assume(config), BF16_GPU)
     changed = {kind: {"model.attn_implementation": kind, "dataset.packing": packing} for kind in ("auto", "eager")}
     auto, eager = (planner.estimate(apply_changes(config, changes)).peak for changes in changed.values())
     assert auto == eager
@@ -135,15 +136,15 @@ def test_ranks_that_share_a_sequence_keep_a_fraction_of_it(planner: Planner, con
     assert four["activations"] == pytest.approx(one["activations"] / 4, rel=0.01)
     assert four["base model"] == one["base model"] and four["optimizer"] == one["optimizer"]
     together = apply_changes(shared, {"training.global_batch_size": 6})
-    assert planner.most_rows(together) == 6, "4 ranks read as one"
+    assert planner.largest_useful_batch(together) == 6, "4 ranks read as one"
 
 
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
-    assert few.most_rows(config) == 3
+    assert few.largest_useful_batch(config) == 3
     together = apply_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
-    assert few.most_rows(together) == 8
+    assert few.largest_useful_batch(together) == 8
     assert few.resolve(apply_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
 
 
@@ -201,37 +202,53 @@ def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) 
     memory = 40 * GIB
     assert planner.estimate(config).needed > memory
     advice = suggest_changes(planner, config, memory)
-    assert len(advice) == 3 and all(option.found.needed <= memory for option in advice)
+    assert len(advice) == 3 and all(option.needed <= memory for option in advice)
     for option in advice:
-        assert planner.estimate(apply_changes(config, option.changes)).needed == option.found.needed
+        assert planner.estimate(apply_changes(config, option.changes)).needed == option.needed
     line = describe_misfit(planner, config, memory, "has free")
     assert line.startswith("memory: each GPU needs ") and line.count("GiB)") == 3 and "set training.batch_size=" in line
 
 
-def test_changes_are_put_together_where_none_is_enough(planner: Planner, config: RunConfig) -> None:
+def test_an_out_of_memory_error_without_a_setting_left_to_change_names_another_fix(config: RunConfig) -> None:
+    changes = {
+        "adapter": "qlora",
+        "dataset.max_length": 128,
+        "training.batch_size": 1,
+        "training.gradient_checkpointing": "non_reentrant",
+    }
+    recovery = Recovery(apply_changes(config, changes), 1, Planner)
+
+    def run_out_of_memory() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(OutOfMemory, match=r"batch_size 1; use a smaller model or a larger GPU$"):
+        recovery.attempt(1, 0, run_out_of_memory)
+
+
+def test_changes_are_combined_if_none_is_enough(planner: Planner, config: RunConfig) -> None:
     memory = 9 * GIB
     advice = suggest_changes(planner, config, memory)
-    assert advice[0].found.needed <= memory and len(advice[0].changes) > 2
-    assert advice[1].found.needed > memory
+    assert advice[0].needed <= memory and len(advice[0].changes) > 2
+    assert advice[1].needed > memory
     line = describe_misfit(planner, config, memory, "has")
-    assert f"set {advice[0].text()}; of help but not enough: {advice[1].text()}; {advice[2].text()}" in line
+    assert f"set {advice[0]}; helpful but not enough: {advice[1]}; {advice[2]}" in line
     assert "no change is enough" in describe_misfit(planner, config, 2 * GIB, "has")
 
 
-def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, config: RunConfig) -> None:
+def test_combined_changes_keep_the_highest_stage(planner: Planner, config: RunConfig) -> None:
     whole = apply_changes(config, {"zero.stage": 0})
     parts: list[Changes] = [{"zero.stage": 3}, {"zero.stage": 1, "zero.offload_optimizer": True}]
     together = {"zero.stage": 3, "zero.offload_optimizer": True}
     memory = planner.estimate(apply_changes(whole, together)).needed
-    singles = [Advice(changes, planner.estimate(apply_changes(whole, changes))) for changes in parts]
-    assert [advice.changes for advice in _together(planner, whole, memory, singles)] == [together]
+    singles = [planner.try_changes(whole, changes) for changes in parts]
+    assert [advice.changes for advice in _combine_changes(planner, whole, memory, singles)] == [together]
 
 
-def test_the_table_and_the_advice_know_the_same_fixes(planner: Planner, config: RunConfig) -> None:
+def test_table_and_advice_agree(planner: Planner, config: RunConfig) -> None:
     """What `zerolora estimate` calls fitting the check before a run does not call impossible."""
     for changes in ({}, {"zero.stage": 3, "zero.gather": "module"}):
         start = apply_changes(config, changes)
-        most_offloaded = planner.table(start)[-1].found
+        most_offloaded = planner.list_stages(start)[-1].estimate
         assert most_offloaded is not None
         assert "no change is enough" not in describe_misfit(planner, start, most_offloaded.needed, "has")
 
@@ -296,7 +313,7 @@ def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "too large" in out
 
 
-def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misfits_and_impossible_stages_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """7.7 GiB including 2.1 GiB of the base, which can be offloaded to host memory."""
     file = tmp_path / "run.yaml"
     file.write_text("base_model: random:tinyllama-1.1b\noutput_dir: x\ndataset: {path: absent.jsonl}\n")
@@ -311,7 +328,7 @@ def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys:
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
 
 
-@pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus", "0"], ["zero.stag=2"]])
+@pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus-per-host", "0"], ["zero.stag=2"]])
 def test_mistakes_are_one_line_and_exit_code_2(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,7 +385,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepa
 
 def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
-    lengths = Lengths.of(config, found.data.train)
+    lengths = Lengths.from_samples(config, found.data.train)
     samples = [found.data.train[index] for index in range(20)]
     assert lengths.longest == max(len(sample.input_ids) for sample in samples) < config.dataset.max_length
     assert lengths.targets == max(sum(sample.trained[1:]) for sample in samples) > 0
@@ -387,7 +404,7 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
     ignored = plan_for_machine(
         Planner, BF16_GPU, apply_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB
     )
-    assert ignored.found is not None and "warning" in ignored.notes[0]
+    assert ignored.estimate is not None and "warning" in ignored.notes[0]
     assert plan_for_machine(Planner, BF16_GPU, config, found, 80 * GIB).notes == ()
 
 
@@ -405,7 +422,7 @@ def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -
 def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     unknown = replace(found, model_config=object())
-    assert plan_for_machine(Planner, BF16_GPU, config, unknown, 80 * GIB).found is None
+    assert plan_for_machine(Planner, BF16_GPU, config, unknown, 80 * GIB).estimate is None
     for memory in (80 * GIB, None):
-        with pytest.raises(UserError, match=r"this model has no estimate .* set both to a number"):
+        with pytest.raises(UserError, match=r"this model has no estimate .* set both to numbers"):
             plan_for_machine(Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)

@@ -9,7 +9,7 @@ import yaml
 from trainer.config import UserError, load_config
 from trainer.config.errors import Mistake, UserErrors
 from trainer.config.messages import setting_names
-from trainer.config.scu_flags import load_flags, parse, settings
+from trainer.config.scu_flags import build_settings, load_flags, parse
 
 GOOD: dict[str, Any] = {"base_model": "some/model", "output_dir": "runs/x", "dataset.path": "data.jsonl"}
 # Combinations that cannot work: their settings, and the beginning of the line.
@@ -89,7 +89,7 @@ def test_a_mistake_that_depends_on_a_wrong_setting_waits_for_it(
     assert found.startswith(wrong)
 
 
-def test_a_misspelt_name_is_not_also_missing_and_its_setting_is_in_doubt(tmp_path: Path) -> None:
+def test_a_misspelled_name_is_not_also_reported_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("base_modl: m\noutput_dir: x\ndataset: {pth: d}\n")
     with pytest.raises(UserErrors) as caught:
@@ -103,7 +103,7 @@ def test_a_misspelt_name_is_not_also_missing_and_its_setting_is_in_doubt(tmp_pat
 def test_a_flag_of_the_guide_is_named_only_for_its_own_setting(tmp_path: Path) -> None:
     options = parse(["--lora-r", "0", "--data", "d.jsonl", "lora.rank_pattern={q_proj: 0}"])
     path = tmp_path / "scu.yaml"
-    path.write_text(yaml.safe_dump(settings(options, "d.jsonl", None)))
+    path.write_text(yaml.safe_dump(build_settings(options, "d.jsonl", None)))
     with pytest.raises(UserErrors) as caught:
         load_flags(path, options)
     named = {line.partition(":")[0] for line in caught.value.messages}

@@ -16,7 +16,7 @@ from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.checkpoint_files import find_damage
 from trainer.checkpoint.finished_run import find_run
 from trainer.config import UserError, load_config
-from trainer.config.paths import is_remote, local_copy, remote_place
+from trainer.config.paths import is_remote, local_copy, remote_url
 from trainer.contract import object_store
 from trainer.contract.object_store import fetch_data, open_run
 
@@ -161,5 +161,5 @@ def fetch_or_load(path: str | None) -> None:
 
 def test_names_of_a_store_stay_within_the_copy(store: MemoryFileSystem, tmp_path: Path) -> None:
     assert local_copy("s3://bucket/../../x/run") == tmp_path / "here" / "stores" / "s3" / "bucket" / "x" / "run"
-    assert remote_place(local_copy("s3://bucket/x/run")) == "s3://bucket/x/run"
-    assert remote_place(tmp_path / "run") is None
+    assert remote_url(local_copy("s3://bucket/x/run")) == "s3://bucket/x/run"
+    assert remote_url(tmp_path / "run") is None

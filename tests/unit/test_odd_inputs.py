@@ -26,9 +26,9 @@ from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.evaluation_section import check_task_names
-from trainer.config.scu_flags import load_flags, parse, settings
+from trainer.config.scu_flags import build_settings, load_flags, parse
 from trainer.config.yaml_core import dump
-from trainer.config.zero import FIXED, KNOWN, REPLACE, SETTINGS
+from trainer.config.zero import FIXED, KNOWN, SETTINGS, UNSUPPORTED
 from trainer.data.prompt_files import read_prompts
 from trainer.data.source_files import build_source
 from trainer.data.sources import local_path
@@ -93,7 +93,7 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
             ("parallel.sequence=2", "--ranks", "3"),
             "error: parallel.sequence=2: does not divide the 3 ranks of this run",
         ),
-        (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data, and shows"),
+        (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data"),
     ],
 )
 def test_validate_reports_what_training_would_meet(
@@ -137,7 +137,7 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 
     config = RecordedKeys({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
     DeepSpeedConfig(config)
-    assert config.known - {*SETTINGS, *FIXED, *REPLACE} == set(KNOWN)
+    assert config.known - {*SETTINGS, *FIXED, *UNSUPPORTED} == set(KNOWN)
 
 
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
@@ -229,7 +229,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
-    work = planner.work(config, planner.decisions(config))
+    work = planner.build_work(config, planner.decisions(config))
     lengths = []
 
     def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
@@ -237,10 +237,10 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         return observe_layers(shapes, kernels, rows)
 
     monkeypatch.setattr("trainer.memory.planner.observe_layers", observe)
-    seen = planner.seen(work)
+    seen = planner.estimate_activations(work)
     assert set(lengths) == {SHORT, 2 * SHORT}
     monkeypatch.setattr("trainer.memory.planner.TOKEN_BY_TOKEN", ())
-    assert planner.seen(work) == seen and 40 in lengths
+    assert planner.estimate_activations(work) == seen and 40 in lengths
 
 
 def test_data_of_another_task_is_not_cached(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_numbers_of_compare_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
     options = parse(["--lora-r", "-1", "--output-dir", str(tmp_path / "run")])
-    (tmp_path / "flags.yaml").write_text(dump(settings(options, "train.txt", None)))
+    (tmp_path / "flags.yaml").write_text(dump(build_settings(options, "train.txt", None)))
     with pytest.raises(UserError) as caught:
         load_flags(tmp_path / "flags.yaml", options)
     assert str(caught.value) == "--lora-r=-1: must be 1 or more"
@@ -423,7 +423,7 @@ def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None
     ("words", "line"),
     [
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
-        (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is used already"),
+        (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is already used"),
         (["lora.null=3"], "lora.null: unknown setting"),
     ],
 )

@@ -346,7 +346,7 @@ def test_commands_that_write_text_refuse(
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0
     (tmp_path / "hub").mkdir()
-    pushed = [path.name for path in push.stage(find_run(finished), "me/scores", tmp_path / "hub")]
+    pushed = [path.name for path in push.stage_files(find_run(finished), "me/scores", tmp_path / "hub")]
     assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= {*pushed}
     assert "pipeline_tag: text-classification" in (tmp_path / "hub" / "README.md").read_text()
     card = (finished / "README.md").read_text()

@@ -26,7 +26,7 @@ LOG = scu_flags.LOG_FILE.name
 def config_of(folder: Path, *flags: str) -> RunConfig:
     options = scu_flags.parse(flags)
     path = folder / "c.yaml"
-    path.write_text(yaml.safe_dump(scu_flags.settings(options, options.data or "text.jsonl", None)))
+    path.write_text(yaml.safe_dump(scu_flags.build_settings(options, options.data or "text.jsonl", None)))
     return load_config(path, options.overrides).config
 
 
@@ -227,7 +227,7 @@ def test_requirements_with_a_gpu(
         ("CUDA of torch", "FAIL CUDA this torch is built without it"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_requirements_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, line: str
 ) -> None:
     failing = "[ $# = 0 ] && exit 9; echo NVIDIA-SMI has failed; exit 9"

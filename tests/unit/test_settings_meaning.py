@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
-from trainer.config.aliases import ELSEWHERE
+from trainer.config.aliases import ADVICE
 
 BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra.gradient_clipping=1": ("has a setting here; use training.max_grad_norm",),
     "zero.extra.fp16={enabled: true}": ("zero.extra.fp16={enabled: true}: has a setting here; use training.precision",),
     "zero.extra.optimizer.type=Lion": ("has a setting here; use training.optimizer",),
-    "zero.extra.zero_allow_untested_optimizer=false": ("fixed by our optimizer; remove it",),
+    "zero.extra.zero_allow_untested_optimizer=false": ("is fixed by our training loop; remove it",),
     "zero.extra.sparse_attention={}": ("is not supported",),
     "zero.extra=5": ("zero.extra=5: must be a map",),
     "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be text; put it in quotes",),
@@ -250,10 +250,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     # what looks like a number or text and is none
     "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, such as 1000 or 1e3",),
     "adapter=[\x1b": ("adapter=[: not valid YAML",),
-    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not a text in UTF-8",),
-    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not a text in UTF-8",),
-    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not a text in UTF-8",),
-    "caf\udce9=1": ("'caf\\udce9=1': not a text in UTF-8",),
+    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not UTF-8",),
+    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not UTF-8",),
+    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not UTF-8",),
+    "caf\udce9=1": ("'caf\\udce9=1': not UTF-8",),
     f"training.max_steps={'9' * 5000}": ("must be a whole number",),
 }
 
@@ -296,7 +296,7 @@ def test_a_switch_with_further_values_names_them(name: str, word: str, file: Pat
         assert "must be true, false or " in line and word in line
 
 
-def test_every_mistake_is_told_with_its_line(file: Path) -> None:
+def test_every_mistake_is_reported_with_its_line(file: Path) -> None:
     file.write_text(BASE + "lora_r: 0\ntraining:\n  epochs: -1\n  lerning_rate: 1\n")
     assert refusal(file, "zero.stage=7").split("\nerror: ") == [
         "lora_r=0: must be 1 or more (c.yaml:4)",
@@ -306,7 +306,7 @@ def test_every_mistake_is_told_with_its_line(file: Path) -> None:
     ]
 
 
-def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: Path) -> None:
+def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
     file.write_text(
         "base_modle: m\noutput_dir: runs/x\ndataset: {path: d, formatt: alpaca}\nlora:\n  r: 8\n  r: 9\n"
         "training:\n  epochs: many\n  early_stopping: 2\nlora_alpha: 1\nlora.alpha: 2\ndeepspeed: z.json\n"
@@ -332,7 +332,7 @@ def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: P
     ]
 
 
-def test_what_follows_from_a_mistake_is_not_told_as_another(file: Path) -> None:
+def test_consequences_of_a_mistake_are_not_reported(file: Path) -> None:
     file.write_text(BASE.replace("data.jsonl}", "d, val_splitt: 0.1}") + "training: {eval_steps: 5}\nadapter: qlorra\n")
     assert refusal(file, "lora.init=loftq").split("\nerror: ") == [
         "dataset.val_splitt: unknown setting; did you mean dataset.val_split? (c.yaml:3)",
@@ -383,7 +383,7 @@ def test_a_configuration_that_cannot_be_read(file: Path) -> None:
 
 
 def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -> None:
-    for name in ELSEWHERE:
+    for name in ADVICE:
         load_config(file, [f"{name}="])
         with pytest.raises(UserError, match=f"^{name}=no such value: "):
             load_config(file, [f"{name}=no such value"])

@@ -14,7 +14,7 @@ from trainer.config import RunConfig, load_config
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.memory.step_time import StepTime, attention_flops, count_flops, peak, predict_step
+from trainer.memory.step_time import StepTime, attention_flops, count_flops, peak_flops, predict_step
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 
@@ -44,7 +44,7 @@ def shapes_of(shape: str) -> Shapes:
 
 @cache
 def planner(shape: str, gpus: int, per_host: int | None = None) -> Planner:
-    return Planner(shapes_of(shape), Lengths(2048, 2048), Machine.assumed(gpus, "bf16", per_host))
+    return Planner(shapes_of(shape), Lengths(2048, 2048), Machine.assume(gpus, "bf16", per_host))
 
 
 def predicted(shape: str, case: str, gpus: int, stage: int, card: str) -> StepTime:
@@ -90,7 +90,7 @@ def test_flops_are_those_of_the_recorded_mfu() -> None:
         result = found[name]["results"][0]
         shapes = planner(shape, 1).shapes
         flops = count_flops(shapes, 4, 2048, 2048) + 3 * attention_flops(shapes, 4, 2048)
-        mfu = flops / (result["median_ms"] / 1e3) / peak("H100")
+        mfu = flops / (result["median_ms"] / 1e3) / peak_flops("H100")
         assert mfu == pytest.approx(result["mfu"], rel=2e-3)
 
 
@@ -133,7 +133,7 @@ def test_collectives_add_up_to_the_bytes_and_seconds_of_a_step() -> None:
         config = configuration(LLAMA, "bf16", 3, **{"zero.shard_within": within})
         step, _ = predict_step(of_hosts, config, "H100", 50e9)
         gather, gradients = step.collectives
-        traffic = of_hosts.traffic(config)
+        traffic = of_hosts.bytes_received(config)
         assert gather.name == f"gather of a layer {place}" and gather.per_step == 64
         weights = traffic["weights_from_its_host"] + traffic["weights_from_other_hosts"]
         assert gather.per_step * gather.bytes_received == pytest.approx(weights, abs=64)
@@ -175,12 +175,12 @@ def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.Ca
         (["--network", "fast"], "--network fast: not a speed; write 50GB/s or 400Gbit/s"),
         (["--price", "-1"], "--price -1: must be above 0"),
         (["--card", "K80"], "--card K80: unknown; use one of"),
-        (["--card", "H100", "--gpus-per-host", "2"], "--network: not given, and GPUs are on several hosts"),
-        (["--card", "H100", "task=reward"], "--network: only task: language is predicted"),
+        (["--card", "H100", "--gpus-per-host", "2"], "--network: missing, and GPUs are on several hosts"),
+        (["--card", "H100", "task=reward"], "--network: only the speed of task: language is predicted"),
         (["--card", "H100", "zero.offload_optimizer=true"], "by module and of offloading is not predicted"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line(
+def test_unpredictable_configurations_are_one_error_line(
     config: Path, given: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(config), "--gpus", "4", *given]) == 2

@@ -240,7 +240,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
     record_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
-    assert [(run.name, run.loss, run.step) for run in read_outcomes(folder)] == [
+    assert [(run.folder.name, run.loss, run.step) for run in read_outcomes(folder)] == [
         ("r=16", 2.4, 3), ("r=8", 2.5, 3), ("r=32", None, 0),
     ]  # fmt: skip
     assert show_table([str(folder)]) == 1

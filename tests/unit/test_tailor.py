@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 
 from launcher import presets
@@ -59,9 +60,18 @@ def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, mon
     assert prepare(config).data.stats.packed, "and it can be trained as it is"
 
 
+def test_packs_of_a_model_without_a_context_limit_hold_all_but_the_longest_documents() -> None:
+    tokens = np.array([100] * 9_900 + [5_000] * 100)
+    profile = tailor_module.Profile(tokens, tokens, None, parameters=10**9, per_rank=10**5, widest=2048)
+    settings: tailor_module.Settings = {}
+    request = tailor_module.Request("./model", "texts.jsonl", 1, 80 << 30, "of 80GiB", "out")
+    tailor_module._choose_data(settings, request, profile)
+    assert settings["dataset.packing"][0] and settings["dataset.max_length"][0] == 5_056
+
+
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("count", [3, 12, 40, 140, 1500])
-def test_what_init_writes_is_not_warned_of(
+def test_a_file_of_init_causes_no_warning(
     count: int, gpus: int, ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_chats(ground / f"chats-{count}.jsonl", count)
@@ -76,7 +86,7 @@ def test_what_init_writes_is_not_warned_of(
     assert steps and int(steps.group(1).replace(",", "")) >= 20
 
 
-def test_init_examines_a_model_and_data_that_are_here(
+def test_init_reads_local_model_and_data(
     ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def become(module: str, words: list[str]) -> NoReturn:
@@ -130,7 +140,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     assert (
         config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
     )
-    assert "# a token visits 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
+    assert "# a token uses 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare
@@ -180,12 +190,14 @@ def test_the_card_decides_how_the_base_is_kept(
     assert config.training.learning_rate in (2e-4, 3e-4)
 
 
-def test_what_cannot_be(ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_requests_are_refused(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ground)
     monkeypatch.setenv("HOME", str(ground))
     words = ["--output", "never.yaml", "--output-dir", "x", "--gpus", "1", "--data", "texts.jsonl"]
     assert tailor([*words, "--model", "random:llama3.1-8b", "--gpu-memory", "3GiB"]) == 2
-    assert "does not fit 1 of these GPUs in any way" in capsys.readouterr().err
+    assert "does not fit on 1 of these GPUs (" in capsys.readouterr().err
     assert tailor([*words, "--model", "./nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: base_model=./nowhere: ")
     assert not Path("never.yaml").exists()

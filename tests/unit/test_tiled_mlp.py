@@ -164,7 +164,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
         ({"training": {"gradient_checkpointing": False}}, "not with training.gradient_checkpointing: none"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout draws one mask for all tokens"),
         ({"zero": {"stage": 3, "gather": "module"}}, "zero.gather: module gathers weights for every tile"),
-        ({"training": {"cuda_graphs": "on"}}, "training.tiled_mlp computes tiles again within the backward pass"),
+        ({"training": {"cuda_graphs": "on"}}, "training.tiled_mlp recomputes tiles in the backward pass"),
     ],
 )
 def test_what_cannot_be_tiled_is_refused(changes: dict[str, Any], problem: str) -> None:

@@ -35,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "lora_r=8", "logging.run_name=trial #3"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     model = 384 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
@@ -112,11 +112,12 @@ def test_validate_during_a_run_reports_what_training_would_need(
     run = Path("run")
     with FolderLock.take(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
-        assert f"OK but for output_dir=run: a run is active in it (process {os.getpid()} on " in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"OK except for output_dir=run: a run is active in it (process {os.getpid()} on " in shown
     write_run_record(run, load_config(config).config.model_dump_json(), 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
-    assert "OK but for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
+    assert "OK except for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
     assert validate.main([str(config), "output.overwrite=delete"]) == 0
     assert f"OK: zerolora train {config} output.overwrite=delete" in capsys.readouterr().out
     assert sorted(run.rglob("*")) == before
@@ -134,15 +135,13 @@ def test_validate_during_a_run_reports_what_training_would_need(
             "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
         ),
         ("adapter=none", "adapter: none, all weights are trained"),
-        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
+        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
         ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
-        ("lora.init=pissa", "adapter: r=4 on the base as it is"),
+        ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )
-def test_it_says_what_the_settings_mean(
-    override: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_explains_settings(override: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "adapter=lora", override]) == 0
     assert line in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.checkpoint.weights import save_initial_adapter, write_full_model
 from trainer.commands import merge
 from trainer.commands.export.__main__ import export
-from trainer.commands.push import stage
+from trainer.commands.push import stage_files
 from trainer.config import LoraSection, ModelSection
 from trainer.contract.whole_files import apply_umask
 from trainer.data.demo_data import make_once
@@ -165,7 +165,7 @@ def test_every_writer_keeps_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     (run / "chat_template.jinja").unlink()
     write_files(stored, run)
     (tmp_path / "staged").mkdir()
-    stage(find_run(run), "me/tiny", tmp_path / "staged")
+    stage_files(find_run(run), "me/tiny", tmp_path / "staged")
     export(find_run(run), "peft", tmp_path / "peft")
     merge.main([str(run), "--output", str(tmp_path / "merged")])
     for folder in ("staged", "peft", "merged"):

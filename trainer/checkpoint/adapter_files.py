@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from trainer.checkpoint.checkpoint_files import checksum, recorded_checksums
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import names_in_file
 from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
-WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", FILE, "run.json"
+WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", SETTINGS_FILE, "run.json"
 TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """File suffixes of settings and tokenizer files."""
 UNVERIFIED = ("state.json", "README.md")

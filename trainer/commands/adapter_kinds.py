@@ -1,18 +1,24 @@
-"""What merge, export and push do with an adapter, by the kind of its model."""
+"""Merge, export and upload adapters of each kind of model."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.merged import export_gguf
-from trainer.commands.merged_model import merge
+from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
+from trainer.commands.export.gguf_vocabulary import chats_differ
+from trainer.commands.export.ollama import build_modelfile
+from trainer.commands.merged_model import build_merged, merge, save_merged
 from trainer.config import UserError
+from trainer.data.conversations import template_variables
+from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.saved_adapter import load_adapter, scale_adapter
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -22,9 +28,9 @@ from trainer.setup.kinds import ImageKind, LanguageKind, kind_of_adapter
 from trainer.setup.text_run import find_task
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
-from trainer.tasks.images.pipeline import Pipeline, read_pipeline
+from trainer.tasks.images.pipeline import read_pipeline
 
-KOHYA = "lora.safetensors"
+KOHYA, GGUF_NAME = "lora.safetensors", "model.gguf"
 
 
 class TextAdapter:
@@ -32,14 +38,14 @@ class TextAdapter:
 
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: Integers | None) -> str:
-        """Write the merged model; return what to print."""
+        """Write the merged model; return a line to print."""
         merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
         auto = find_task(run.config).auto_class
         return f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})"
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        """Write the adapter in one of the formats of its task; return what to print."""
+        """Write the adapter in one of the formats of its task; return lines to print."""
         if form in ADAPTER_FORMS:
             return export_adapter(run, form, output)
         if form == "hf":
@@ -49,7 +55,7 @@ class TextAdapter:
 
     @staticmethod
     def copy_companions(run: FinishedRun, folder: Path) -> None:
-        """Write the files that an uploaded adapter needs into `folder`."""
+        """Write the tokenizer files that an uploaded adapter needs to `folder`."""
         write_files(tokenizer_files(saved_tokenizer(run)), folder)
 
 
@@ -64,7 +70,7 @@ class ImageAdapter:
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
         """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`)."""
-        pipeline = _pipeline(run)
+        pipeline = read_pipeline(run.config.base_model, run.config.model)
         if form == "hf":
             merge_images(run, output, dtype="auto", scale=1.0)
             return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
@@ -88,8 +94,40 @@ class ImageAdapter:
             shutil.copyfile(file, folder / SAMPLES / file.name)
 
 
-def _pipeline(run: FinishedRun) -> Pipeline:
-    return read_pipeline(run.config.base_model, run.config.model)
+def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+    """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return lines to print."""
+    config = load_model_config(run.config.base_model, run.config.model)
+    check_architecture(config)
+    model, tokenizer, values = build_merged(run)
+    with temporary_output(output) as folder:
+        file, merged = folder / GGUF_NAME, folder / ".merged"
+        save_merged(merged, model, tokenizer, values)
+        dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
+        shutil.rmtree(merged)
+        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]
+        if form == "gguf":
+            move_into_place(file, output)
+        else:
+            lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
+            move_into_place(folder, output)
+    if (context := max_context_length(config)) < config.max_position_embeddings:
+        lines.append(f"context of {context:,} tokens: llama.cpp does not support this model's sliding window")
+    if chats_differ(tokenizer):
+        lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
+    return lines
+
+
+def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
+    variables = template_variables(run.config.dataset)
+    text = build_modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
+    file.write_text(text, encoding="utf-8")
+    lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
+    if "TEMPLATE" not in text.partition("#")[0]:
+        lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
+    if "\n# No SYSTEM" in text:
+        lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
+    return lines
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
@@ -98,7 +136,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     Raises UserError if `output` is not empty, or the base is random.
     """
     check_output(output)
-    pipeline = _pipeline(run)
+    pipeline = read_pipeline(run.config.base_model, run.config.model)
     if pipeline.folder is None:
         raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
@@ -106,29 +144,26 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
     denoiser = pipeline.family.denoiser
-    kept = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
+    torch_dtype = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
     with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name != denoiser:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
-        merged.denoiser.to(kept).save_pretrained(folder / denoiser, safe_serialization=True)
+        merged.denoiser.to(torch_dtype).save_pretrained(folder / denoiser, safe_serialization=True)
         move_into_place(folder, output)
     return output
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    from safetensors import safe_open
-
-    file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))
+    file = min(folder.glob("diffusion_pytorch_model*.safetensors"))
     with safe_open(str(file), framework="pt") as handle:
-        found: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
-    return found
+        dtype: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
+    return dtype
 
 
 KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: TextAdapter, ImageKind: ImageAdapter}
 
 
 def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
-    """Return the kind of a finished run's adapter."""
     return KINDS[kind_of_adapter(run)]

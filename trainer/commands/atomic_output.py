@@ -34,7 +34,7 @@ def check_output(output: Path) -> None:
 
 
 def _check_no_run_in(output: Path) -> None:
-    """Raise UserError if a run is training in a parent folder, since it may delete what is written there."""
+    """Raise UserError if a run is training in a parent folder, since it may delete files there."""
     for folder in output.absolute().parents:
         try:
             holder = describe_live_holder(folder)
@@ -42,16 +42,16 @@ def _check_no_run_in(output: Path) -> None:
             continue  # this user may not read that parent folder
         if holder is not None:
             raise UserError(
-                f"{output}: a run is training in {folder} ({holder}) and may remove what is written there; "
+                f"{output}: a run is training in {folder} ({holder}) and may delete files there; "
                 "use a folder elsewhere with --output"
             )
 
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `move_into_place`.
+    """Yield a temporary folder next to `output`, which is deleted afterwards; `move_into_place` moves results out.
 
-    Raises UserError if the folder cannot be created, RuntimeError, with the disk's name, if writing fails.
+    Raises UserError if the folder cannot be created, and RuntimeError, which names the disk, if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,9 +75,9 @@ def temporary_output(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def move_into_place(whole: Path, output: Path) -> None:
+def move_into_place(finished: Path, output: Path) -> None:
     """Rename a finished file or folder to `output`, replacing an empty folder, with permissions by the umask."""
-    apply_umask(whole)
+    apply_umask(finished)
     if output.is_dir():
         output.rmdir()
-    os.replace(whole, output)
+    os.replace(finished, output)

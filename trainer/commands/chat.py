@@ -1,6 +1,5 @@
 """`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from trainer.commands.generate import (
     add_answer_options,
     generate_answers,
     load_for_prompts,
-    prompts_on_stdin,
+    read_stdin_prompts,
     replace_invalid,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
@@ -29,7 +28,7 @@ HELP = """/new    start over
 
 @dataclass
 class Conversation:
-    """A conversation with a trained model; turns that no longer fit into the context are kept as well."""
+    """A conversation with a trained model, including turns that no longer fit into the context."""
 
     model: Any
     tokenizer: Any
@@ -72,7 +71,7 @@ class Conversation:
 
 def converse(conversation: Conversation) -> None:
     """Answer each line of standard input as a turn, or execute it if it is a command."""
-    for line in prompts_on_stdin(sys.stdin.isatty()):
+    for line in read_stdin_prompts(sys.stdin.isatty()):
         try:
             if line == "/new":
                 conversation.turns = []
@@ -86,21 +85,16 @@ def converse(conversation: Conversation) -> None:
             print(f"error: {error}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
-        prog="zerolora chat", description="Talk with a trained adapter; /help lists commands, Ctrl-D ends it."
+        prog="zerolora chat", description="Chat with a trained adapter; /help lists commands, Ctrl-D ends the chat."
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
-    return parser.parse_args(argv)
-
-
-@reports_errors()
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    sampling.check()
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)

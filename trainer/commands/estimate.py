@@ -3,7 +3,7 @@
 With `--network 50GB/s`, `--price 2.5` or `--card H100`, also its speed, time and cost.
 
 Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
-be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
+be read, every sequence counts as `dataset.max_length` tokens.
 """
 
 import json
@@ -17,26 +17,28 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands import speed
-from trainer.commands.longest_sequence import find_longest, longest_lines, predict_seconds
+from trainer.commands.longest_sequence import find_longest, format_longest, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
+from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
+from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Choice, Planner, combine_adapters, gib
-from trainer.memory.preflight import recomputation_line
-from trainer.memory.step_time import MEASURED
+from trainer.memory.preflight import describe_recomputation
+from trainer.memory.step_time import REFERENCE_CARD
 from trainer.model.base import context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.setup.kinds import kind_of
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 MIN_GPU_MEMORY = GIB
+GPUS_PER_HOST = 8
 DEFAULT_GPU = "80GiB"
-SHOWN = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
-"""Decisions that cost memory if they differ from the default."""
+DECISIONS = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
+"""Titles of the decisions that cost memory if they differ from the default."""
 
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
@@ -45,22 +47,22 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     if size is None:
         raise UserError(f"{option} {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
     if not MIN_GPU_MEMORY <= size <= 2**50:
-        raise UserError(
-            f"{option} {text}: {size / GIB:.3g} GiB is not a device's memory; write 80GiB, 24GB or 40960MiB"
-        )
+        raise UserError(f"{option} {text}: {size / GIB:.3g} GiB is out of range; write 80GiB, 24GB or 40960MiB")
     return int(size)
 
 
 def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
-    """Return the command's output as plain values, and the configuration with `auto` resolved."""
+    """Return the command's output as values for JSON, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
-        notes = [*notes, recomputation_line(planner, resolved, memory)]
-    counted = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
-    found = planner.estimate(resolved)
-    table = planner.table(resolved)
+        notes = [*notes, describe_recomputation(planner, resolved, memory)]
+    counts = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
+    pixels = f"{resolved.image.resolution} x {resolved.image.resolution} pixels"
+    sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
+    estimate = planner.estimate(resolved)
+    table = planner.list_stages(resolved)
     # Prefer no offload, which costs more time than a higher stage.
-    fitting = [choice.config for choice in table if choice.found is not None and choice.found.needed <= memory]
+    fitting = [choice.config for choice in table if choice.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {
         "model": config.base_model,
@@ -70,26 +72,22 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
-        "sample": planner.sample_text(resolved),
-        "steps": None if config.runs or count_steps(*counted) is None else steps_line(*counted),
-        "estimate": to_json(found),
-        "bytes_received": planner.traffic(resolved),
-        "fits": found.needed <= memory,
-        "recommended": None if best is None else _recommendation(planner, best, memory),
+        "sample": sample,
+        "steps": None if config.runs or count_steps(*counts) is None else steps_line(*counts),
+        "estimate": estimate.to_json(),
+        "bytes_received": planner.bytes_received(resolved),
+        "fits": estimate.needed <= memory,
+        "recommended": None if best is None else _recommend(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
 
-def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
-    zero = best.zero
-    return {
-        "zero.stage": zero.stage,
-        **({"zero.offload_optimizer": True} if zero.offload_optimizer else {}),
-        **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
-        "training.batch_size": _largest_batch(planner, best, memory),
-    }
+def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
+    names = [name for name in ("offload_optimizer", "offload_parameters") if getattr(best.zero, name)]
+    offloads = {f"zero.{name}": True for name in names}
+    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _largest_batch(planner, best, memory)}
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
@@ -106,26 +104,25 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
         "offload_parameters": zero.offload_parameters,
         "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
-    if choice.found is None:
+    if choice.estimate is None:
         return row | {"refused": choice.refusal}
-    return row | to_json(choice.found) | {"fits": choice.found.needed <= memory}
+    return row | choice.estimate.to_json() | {"fits": choice.estimate.needed <= memory}
 
 
-def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
-    """Print the estimate as tables."""
-    for note in found["notes"]:
+def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
+    for note in result["notes"]:
         console.print(note, highlight=False)
     console.print(
-        f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
-        f"{gib(found['gpu_memory_bytes'])}{' (assumed; set --gpu-memory)' * found['gpu_is_assumed']}: "
-        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['sample']}",
+        f"on {'1 GPU' if result['gpus'] == 1 else 'each of {} GPUs'.format(result['gpus'])} of "
+        f"{gib(result['gpu_memory_bytes'])}{' (assumed; set --gpu-memory)' * result['gpu_is_assumed']}: "
+        f"ZeRO stage {result['stage']}, micro-batch {result['batch_size']} x {result['sample']}",
         highlight=False,
     )
-    if found["steps"] is not None:
-        console.print(f"steps: {found['steps']}", highlight=False)
-    for name, choice in found["decisions"].items():
-        if choice["reason"] and name in SHOWN:
-            console.print(f"{SHOWN[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
+    if result["steps"] is not None:
+        console.print(f"steps: {result['steps']}", highlight=False)
+    for name, choice in result["decisions"].items():
+        if choice["reason"] and name in DECISIONS:
+            console.print(f"{DECISIONS[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
@@ -134,15 +131,15 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     parts.add_row("CUDA context and NCCL", f"{CONTEXT / GIB:.2f}")
     parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
     console.print(parts)
-    traffic = {name.replace("_", " "): size / 1e9 for name, size in found["bytes_received"].items()}
+    traffic = {name.replace("_", " "): size / 1e9 for name, size in result["bytes_received"].items()}
     if any(traffic.values()):
         received = ", ".join(f"{size:.2f} GB of {name}" for name, size in traffic.items())
         console.print(f"each GPU receives per step: {received}", highlight=False)
-    for line in speed.describe(found["speed"], found["gpus"]) if found["speed"] else ():
+    for line in speed.describe(result["speed"], result["gpus"]) if result["speed"] else ():
         console.print(line, highlight=False)
     console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
-    for row in found["stages"]:
+    for row in result["stages"]:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
         label = f"{row['stage']}" + (f" by {row['gather']}" if row["gather"] else "")
         if "refused" in row:
@@ -151,32 +148,30 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         sizes = [f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "needed_bytes", "host_bytes")]
         stages.add_row(label, ", ".join(offloaded) or "nothing", *sizes, "fits" if row["fits"] else "too large")
     console.print(stages)
-    for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
+    for refusal in dict.fromkeys(row["refused"] for row in result["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
-    if found["recommended"] is not None:
-        settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
+    if result["recommended"] is not None:
+        settings = " ".join(f"{name}={str(value).lower()}" for name, value in result["recommended"].items())
         line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
-        console.print(line if found["fits"] else f"too large as configured; {line}", highlight=False)
+        console.print(line if result["fits"] else f"too large as configured; {line}", highlight=False)
 
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr if nothing fits or an argument is wrong."""
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
-    parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
+    gpus_help = "number of GPUs, one rank each (default: those of this machine, or 1)"
+    parser.add_argument("--gpus", type=positive_int, help=gpus_help)
     parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
-    parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
+    parser.add_argument("--gpu-memory", help=f"memory of each GPU, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")
     parser.add_argument("--max-length", choices=["auto"], help="print only the longest sequence that fits")
     speed.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
-    gpus = len(visible_gpus()) or 1 if arguments.gpus is None else arguments.gpus
+    gpus = arguments.gpus or len(visible_gpus()) or 1
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus}: must be 1 or more")
     if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
         raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
     host = parse_memory(arguments.host_memory, "--host-memory") if arguments.host_memory else None
@@ -187,38 +182,40 @@ def main(argv: list[str] | None = None) -> None:
     if config.runs:
         config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
-    planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
+    # With a network between hosts, GPUs are on several.
+    per_host = arguments.gpus_per_host or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
+    planner, notes = build_planner(config, gpus, per_host)
     if host is not None:
-        per_host = planner.machine.hosts.count(planner.machine.hosts[0])
-        planner = replace(planner, machine=replace(planner.machine, host_room=host // per_host))
-    of_model = context_length(planner.shapes.model.config) if planner.has_sequences else None
-    config = config.fit_max_length(of_model)
+        ranks = planner.machine.hosts.count(planner.machine.hosts[0])
+        planner = replace(planner, machine=replace(planner.machine, host_room=host // ranks))
+    context = context_length(planner.shapes.model.config) if planner.has_sequences else None
+    config = config.fit_max_length(context)
     if config.runs:
         notes.append(f"{len(config.runs)} adapters: one with the sum of their ranks, and the rows of all")
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
-        card, network = arguments.card or MEASURED, speed.find_network(planner, arguments)
+        card, network = arguments.card or REFERENCE_CARD, speed.find_network(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
-        print(json.dumps(rows) if arguments.json else "\n".join(longest_lines(longest, seconds, card, of_model)))
+        print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, card, context)))
         return
-    found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
-    found["speed"] = speed.predict(planner, resolved, arguments)
-    found["gpu_is_assumed"] = arguments.gpu_memory is None
+    result, resolved = report(planner, config, memory, [*loaded.notes, *notes])
+    result["speed"] = speed.predict(planner, resolved, arguments)
+    result["gpu_is_assumed"] = arguments.gpu_memory is None
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
     else:
-        show(Console(soft_wrap=True), found, planner.estimate(resolved))
-    if found["recommended"] is None:
+        show(Console(soft_wrap=True), result, planner.estimate(resolved))
+    if result["recommended"] is None:
         raise UserError(describe_misfit(planner, resolved, memory, "has"))
 
 
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine.assumed(world_size, precision, ranks_per_host)
+    machine = Machine.assume(world_size, precision, ranks_per_host)
     return kind_of(config).assume_planner(config, machine)
 
 

@@ -2,8 +2,8 @@
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
-and the loss is computed from the drawn ones. Base and adapter use the same draws, so the interval of their difference
-is that of a paired comparison.
+and the loss is computed from those drawn. Base and adapter use the same draws, so the interval of their difference is
+that of a paired comparison.
 """
 
 import argparse
@@ -60,17 +60,12 @@ Interval = tuple[float, float, float]
 Losses = NDArray[np.float64]
 
 
-def _exp(nats: float) -> float:
-    """Return exp, or infinity on overflow, which an untrained base may reach."""
-    return math.exp(nats) if nats < 700 else math.inf
-
-
 DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     "loss": ("loss (nats/token)", ".4f", float),
     "bits_per_token": ("bits/token", ".4f", lambda nats: nats / math.log(2)),
-    "perplexity": ("perplexity", ",.2f", _exp),
+    "perplexity": ("perplexity", ",.2f", lambda nats: torch.tensor(nats, dtype=torch.float64).exp().item()),
 }
-"""Columns of the table for texts: the value's name -> title, format and function of the loss in nats."""
+"""Columns of the table for texts: name of the value -> title, format and function of the loss in nats."""
 PAIR_COLUMNS = {
     "loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f"),
 }  # fmt: skip
@@ -78,7 +73,7 @@ ANSWER_COLUMNS = {
     "loss": ("loss of an answer", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("distance from baseline", ".4f"),
 }  # fmt: skip
 COLUMNS: dict[str, Any] = {"documents": DOCUMENT_COLUMNS, "pairs": PAIR_COLUMNS, "answers": ANSWER_COLUMNS}
-"""Columns by what is counted; labelled answers of `kto` are compared with the baseline of their batch."""
+"""Columns by unit; labeled answers of `kto` are compared with the baseline of their batch."""
 
 
 def evaluate(
@@ -91,25 +86,25 @@ def evaluate(
     seed: int,
     images: ImageReader | None = None,
 ) -> dict[str, Any]:
-    """Measure a PEFT model with and without its adapter on the same documents; return values for JSON.
+    """Return the losses of a PEFT model with and without its adapter on the same documents, as values for JSON.
 
-    `difference` is adapter minus base, and has perplexity_ratio = perplexity of adapter / perplexity of base.
+    `difference` is adapter minus base; its perplexity_ratio is the perplexity of the adapter divided by the base's.
     """
     inputs = None if images is None else image_inputs(images, model, every_rank=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
     tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
-    found: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
+    results: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
     for part, values in bootstrap(base, adapter, tokens, resamples=resamples, seed=seed).items():
-        found[part] = {}
+        results[part] = {}
         for name, (_, _, convert) in DOCUMENT_COLUMNS.items():
             name = "perplexity_ratio" if (part, name) == ("difference", "perplexity") else name
-            found[part] |= _name_interval(name, [convert(value) for value in values])
-    return found
+            results[part] |= _interval_to_json(name, [convert(value) for value in values])
+    return results
 
 
 def bootstrap(base: Losses, adapter: Losses, weights: Losses, *, resamples: int, seed: int) -> dict[str, Interval]:
-    """Return sum / sum of weights of base, adapter and difference, with 95 % intervals, from values by document."""
+    """Return sum / sum of weights of base, adapter and difference with 95 % intervals, given values by document."""
     generator = np.random.default_rng(seed)
     draws = np.empty((3, resamples))
     for index in range(resamples):
@@ -124,7 +119,7 @@ def bootstrap(base: Losses, adapter: Losses, weights: Losses, *, resamples: int,
     return {part: (float(means[row]), float(low[row]), float(high[row])) for row, part in enumerate(parts)}
 
 
-def _name_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
+def _interval_to_json(name: str, values: Sequence[float]) -> dict[str, Any]:
     value, low, high = values
     return {name: value, f"{name}_interval": [low, high]}
 
@@ -132,19 +127,16 @@ def _name_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs.
-
-    For `kto`, over answers.
-    """
+    """Return loss, accuracy and margin of base, adapter and difference, with intervals over pairs (`kto`: answers)."""
     loss = find_task(config).pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
-    found: dict[str, Any] = {loss.unit: pairs, "base": {}, "adapter": {}, "difference": {}}
+    results: dict[str, Any] = {loss.unit: pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
-        result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
-        for part, interval in result.items():
-            found[part] |= _name_interval(name, interval)
-    return found
+        intervals = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
+        for part, interval in intervals.items():
+            results[part] |= _interval_to_json(name, interval)
+    return results
 
 
 @torch.no_grad()
@@ -159,8 +151,8 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
         )
         assert isinstance(batch, PairBatch)
         batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # split documents have none
-        for without in (model.disable_adapter, nullcontext):
-            with without():
+        for context in (model.disable_adapter, nullcontext):
+            with context():
                 parts.append(loss.measure_pairs(model, batch, model.device).double())
     return torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
 
@@ -171,34 +163,34 @@ def held_out_samples(
     """Return the samples that the run held out, or all of `data`, and whether they are pairs of answers.
 
     They are read with the run's settings.
-    Raises UserError if the run held nothing out and no data is given, and for data of another task.
+    Raises UserError if the run held nothing out and there is no `data`, and for data of another task.
     """
     section = run.config.dataset
     source = section.evaluation
     if data is not None:
-        shaped = source or (section.mix[0] if section.mix else section)
-        kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
+        original = source or (section.mix[0] if section.mix else section)
+        kept = {name: getattr(original, name) for name in ("format", "fields", "template")}
         source = build_source(data, "--data", split=split or "train", **kept)
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
         raise UserError(f"{run.folder}: the run has no held-out data; pass some with --data FILE")
     if source is not None:
-        alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
+        reset = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}
-        section = section.model_copy(update=alone | fields)
+        section = section.model_copy(update=reset | fields)
     try:
-        shape = load_model_config(run.config.base_model, run.config.model)
-        files = Prepared(tokenizer, shape, None, longest=context_length(shape), images=images)
+        model_config = load_model_config(run.config.base_model, run.config.model)
+        files = Prepared(tokenizer, model_config, None, longest=context_length(model_config), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
         find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
     except UserError as error:
         if data is None:
             raise
-        named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
-        is_clear = named.startswith(("--", f"{run.folder}: "))
-        raise UserError(named if is_clear else f"--data={shown(data)}, read as in training: {named}") from None
+        problem = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
+        names_source = problem.startswith(("--", f"{run.folder}: "))
+        raise UserError(problem if names_source else f"--data={shown(data)}, read as in training: {problem}") from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
     samples = prepared.evaluation if source is None else prepared.train
@@ -216,12 +208,12 @@ def _measure_documents(
     # Without a terminal, a transient bar would leave an empty line.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for start in progress.track(range(0, len(order), batch_size), description="evaluating"):
-            chosen = order[start : start + batch_size]
-            rows = [documents[index] for index in chosen]
+            indices = order[start : start + batch_size]
+            rows = [documents[index] for index in indices]
             batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
-            for row, without in enumerate((model.disable_adapter, nullcontext)):
-                with without():
-                    sums[row, chosen] = row_losses(model, batch).cpu().numpy()
+            for row, context in enumerate((model.disable_adapter, nullcontext)):
+                with context():
+                    sums[row, indices] = row_losses(model, batch).cpu().numpy()
     return sums
 
 
@@ -231,25 +223,25 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     return TokenLoss(model).by_row(model, batch, model.device)
 
 
-def show(found: dict[str, Any], heading: str, console: Console) -> None:
-    """Print the results, as they are written in JSON, in a table with intervals below the values."""
-    unit = next(unit for unit in COLUMNS if unit in found)
+def show(results: dict[str, Any], heading: str, console: Console) -> None:
+    """Print the results in a table with intervals below the values."""
+    unit = next(unit for unit in COLUMNS if unit in results)
     columns = COLUMNS[unit]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for title, *_ in columns.values():
         table.add_column(title, justify="right")
     for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
-        sign = "+" * (model == "difference")
-        table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form, *_) in columns.items()))
+        sign, values = "+" * (model == "difference"), results[model]
+        table.add_row(row, *(_format_cell(values, name, sign + form) for name, (_, form, *_) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"[dim]below: {CONFIDENCE:.0%} bootstrap intervals over {unit}[/dim]", highlight=False)
-    if found[unit] < FEW_DOCUMENTS:
-        console.print(f"[yellow]only {found[unit]} {unit}: the intervals are rough[/yellow]")
+    if results[unit] < FEW_DOCUMENTS:
+        console.print(f"[yellow]only {results[unit]} {unit}: the intervals are rough[/yellow]")
 
 
-def _cell(values: dict[str, Any], name: str, form: str) -> str:
+def _format_cell(values: dict[str, Any], name: str, form: str) -> str:
     mark = ""
     if name not in values:
         name, form, mark = f"{name}_ratio", ".3f", "x "
@@ -278,7 +270,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_task_options(arguments: argparse.Namespace) -> None:
     if arguments.tasks is not None and not arguments.tasks.replace(",", "").strip():
-        raise UserError(f"--tasks={shown(arguments.tasks)}: names no task; pass one, such as --tasks gsm8k")
+        raise UserError(f"--tasks={shown(arguments.tasks)}: empty; pass a task, such as --tasks gsm8k")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise UserError(f"--num-fewshot={arguments.num_fewshot}: must be 0 or more")
     for name in ("num_fewshot", "limit", "apply_chat_template"):
@@ -290,9 +282,9 @@ def _check_task_options(arguments: argparse.Namespace) -> None:
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
     if arguments.data is not None:
         raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data; remove one")
-    given = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
+    settings = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
     try:
-        scorer = TaskScores(EvaluationSection(**given), tokenizer, batch_size, Ranks(0, 1, 0))
+        scorer = TaskScores(EvaluationSection(**settings), tokenizer, batch_size, Ranks(0, 1, 0))
     except UserError as error:
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = default_device()
@@ -300,13 +292,13 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
     adapter = scorer.measure(model, device, errors=True)
     with model.disable_adapter():
         base = scorer.measure(model, device, errors=True)
-    both = {"base": base, "adapter": adapter}
+    results = {"base": base, "adapter": adapter}
     table = Table("", "base", "base + adapter", box=None, pad_edge=False)
     for name in adapter.values:
-        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in both.values()]
+        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in results.values()]
         table.add_row(name, f"{base.values[name]:.4f}{errors[0]}", f"{adapter.values[name]:.4f}{errors[1]}")
     Console(markup=False).print(table)
-    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
+    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in results.items()}
 
 
 @reports_errors()
@@ -339,21 +331,21 @@ def _measure_held_out(
     samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     device = default_device()
     model = load_trained(run, tokenizer, device)
-    given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
+    options: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if has_pairs:
-        found = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **given)
-        unit = "pairs" if "pairs" in found else "answers"
-        size = f"{found[unit]:,} {unit}"
+        results = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **options)
+        unit = "pairs" if "pairs" in results else "answers"
+        size = f"{results[unit]:,} {unit}"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
-        found = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **given)
-        size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
+        results = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **options)
+        size = f"{results['documents']:,} documents, {results['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
-    show(found, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    show(results, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     return {
         "data": arguments.data or "held out by the run",
         "precision": precision,
@@ -361,5 +353,5 @@ def _measure_held_out(
         "confidence": CONFIDENCE,
         "resamples": arguments.samples,
         "seed": config.seed,
-        **found,
+        **results,
     }

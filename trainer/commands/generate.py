@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
 from itertools import islice
 from typing import Any
@@ -32,6 +33,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
+from trainer.config.command_line import positive_int
 from trainer.config.errors import printable, shown
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
@@ -63,18 +65,14 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
 
-    def check(self) -> None:
-        """Raise UserError for a value out of range."""
-        for allowed, setting, value, range_ in (
-            (self.max_new_tokens >= 1, "--max-new-tokens", self.max_new_tokens, "1 or more"),
-            (0 <= self.temperature < math.inf, "--temperature", self.temperature, "0 or more"),
-            (0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1"),
-        ):
-            if not allowed:
-                raise UserError(f"{setting}={value}: must be {range_}")
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature={self.temperature}: must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments of `generate` that override the base's own generation settings."""
+        """Return arguments of `generate` that override the base's generation settings."""
         if self.temperature == 0:
             return GREEDY
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -97,8 +95,8 @@ def generate_answers(
     """
     options = {"streamer": streamer, **sampling.arguments()}
     if images is not None:
-        taken = inspect.signature(model.get_base_model().forward).parameters
-        options |= to_device(images.inputs(rows[0], taken), model.device)
+        accepted = inspect.signature(model.get_base_model().forward).parameters
+        options |= to_device(images.inputs(rows[0], accepted), model.device)
     prompts = [row[0].tolist() for row in rows]
     with nullcontext() if with_adapter else model.disable_adapter():
         texts = generate_texts(model, tokenizer, prompts, model.device, sampling.max_new_tokens, **options)
@@ -106,7 +104,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model for inference; unless `both`, its adapter is merged (16 or 32-bit weights) or fused."""
+    """Load the trained model for inference; unless `both`, merge its adapter (16 or 32-bit weights) or fuse it."""
     model = load_trained(run, tokenizer, default_device())
     if both:
         return model
@@ -123,7 +121,7 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids; those that cannot be answered are reported and added to `failed`."""
+    """Yield prompts with their token ids; report those that cannot be answered, and add them to `failed`."""
     for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)
@@ -143,7 +141,7 @@ def load_for_prompts(
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
     """Return model, tokenizer, data settings, form of plain-text prompts and images for the command's options.
 
-    The settings have the system prompt of --system, if given. Raises UserError.
+    --system replaces the system prompt of the settings. Raises UserError.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "generate")
@@ -176,7 +174,7 @@ def show(answers: dict[str, str], console: Console) -> None:
     console.print(table)
 
 
-def prompts_on_stdin(terminal: bool) -> Iterator[str]:
+def read_stdin_prompts(terminal: bool) -> Iterator[str]:
     """Yield prompts from standard input until its end or Ctrl-C."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
@@ -210,7 +208,8 @@ def replace_invalid(prompt: Prompt) -> Prompt:
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
     """Add the options of every command that answers prompts."""
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
-    parser.add_argument("--max-new-tokens", type=int, default=longest, metavar="N", help=f"longest answer ({longest})")
+    help_ = f"maximum length of an answer in tokens ({longest})"
+    parser.add_argument("--max-new-tokens", type=positive_int, default=longest, metavar="N", help=help_)
     help_ = f"sampling temperature; 0: greedy ({temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
     help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
@@ -220,7 +219,7 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
-    form.add_argument("--chat", action="store_true", help="use the chat template, whatever was trained")
+    form.add_argument("--chat", action="store_true", help="use the chat template, even if trained on plain text")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -233,17 +232,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="show the base model's answer as well")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per batch (1)")
+    parser.add_argument("--batch-size", type=positive_int, default=1, metavar="N", help="prompts per batch (1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
         raise UserError("--image: is shown before each PROMPT, one at a time; remove --batch-size, --prompts and --raw")
-    if arguments.batch_size < 1:
-        raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
     if arguments.raw and arguments.system is not None:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one")
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
-    Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p).check()
+    arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
         raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
     return arguments
@@ -253,10 +250,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
-    given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
+    listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
-    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
+    prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
 
     def encode(prompt: Prompt) -> torch.Tensor:
@@ -270,28 +266,19 @@ def main(argv: list[str] | None = None) -> None:
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
     streamer = AnswerStreamer(tokenizer) if streams else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
+    answer = partial(generate_answers, model, tokenizer, sampling=arguments.sampling, streamer=streamer, images=images)
     while batch := list(islice(rows, arguments.batch_size)):
-        if len(given) > 1 and streams:
+        if len(listed) > 1 and streams:
             console.print(Text(f"> {printable(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)
         try:
-            answers = {
-                name: generate_answers(
-                    model,
-                    tokenizer,
-                    [row for _, row in batch],
-                    sampling,
-                    with_adapter=with_adapter,
-                    streamer=streamer,
-                    images=images,
-                )
-                for name, with_adapter in names.items()
-            }
+            tokens = [row for _, row in batch]
+            answers = {name: answer(tokens, with_adapter=with_adapter) for name, with_adapter in names.items()}
         except KeyboardInterrupt:
             return
         if streams:
             continue
         for index, (prompt, _) in enumerate(batch):
-            if len(given) > 1:
+            if len(listed) > 1:
                 console.print(Text(f"> {printable(format_prompt(prompt))}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:

@@ -1,8 +1,8 @@
 """`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
 
-For text: examples with trained tokens in colour (in ⟦brackets⟧ without colours), and with their weight if it is below
-1; the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
-images: captions, and how images are resized and cropped. With a step: what all ranks train on in that step.
+For text: examples with trained tokens in color (in ⟦brackets⟧ without colors), and with their weight if it is below 1;
+the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
+images: captions, and how images are resized and cropped. With a step: the data of all ranks in that step.
 """
 
 import os
@@ -20,10 +20,10 @@ from trainer.setup.kinds import kind_of
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
+    parser = CommandParser(prog="zerolora inspect", description="Show examples with trained tokens in color.")
     parser.add_config()
     parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
-    parser.add_argument("--step", type=positive_int, help="show what this step (from 1) trains on instead")
+    parser.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):

@@ -1,4 +1,4 @@
-"""`zerolora merge --quantize`: adapted layers in the integers they were trained with, for inference servers.
+"""`zerolora merge --quantize`: write adapted layers in the integer format they were trained for, for servers.
 
 Uses compressed-tensors' `pack-quantized` format, which vLLM, SGLang and transformers load without torchao: for each
 layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's dtype and `weight_shape`. All other
@@ -27,10 +27,10 @@ from trainer.model.integer_weights import (
 
 
 class IntegerMerge:
-    """Round the adapted layers of a model before its adapter is merged, and build the state dict to save."""
+    """Rounds the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
     def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of the model and its scales; W + s B A is computed on `device`, as in training.
+        """`dtype` is that of the model and the scales; W + s B A is computed on `device`, as in training.
 
         Raises UserError if torchao or compressed-tensors is missing.
         """
@@ -44,11 +44,11 @@ class IntegerMerge:
     def round(self, adapted: Any) -> None:
         """Replace each adapted W by Q(W + s B A) and zero B.
 
-        Raises UserError if no layer is adapted, or one cannot be rounded.
+        Raises UserError if no layer is adapted, or if one cannot be rounded.
         """
         layers = adapted_linears(adapted)
         if not layers:
-            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter, and only such are rounded")
+            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter to round; merge without it")
         for path, layer in layers.items():
             if reason := why_not_rounded(layer):
                 raise UserError(f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without it")
@@ -62,8 +62,8 @@ class IntegerMerge:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
         base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        found = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
-        values, scales = (each.cpu() for each in found)
+        merged = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
+        values, scales = (each.cpu() for each in merged)
         weight.data = dequantised(values, scales, self.dtype)
         factors[1].data.zero_()
         return values, scales.to(self.dtype)
@@ -83,14 +83,14 @@ class IntegerMerge:
             values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
             values[f"{path}.weight_scale"] = scales
             values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
-        others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-        others = [path for path in others if path not in self._layers]
-        model.config.quantization_config = _quantization_config(self._form, others)
+        unquantized = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        unquantized = [path for path in unquantized if path not in self._layers]
+        model.config.quantization_config = _quantization_config(self._form, unquantized)
         print(f"{len(self._layers)} layers in {self._form}", file=sys.stderr)
         return values
 
 
-def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]:
+def _quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -104,7 +104,7 @@ def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
         format="pack-quantized",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=others,
+        ignore=unquantized,
     )
-    found: dict[str, Any] = config.model_dump(mode="json")
-    return found
+    values: dict[str, Any] = config.model_dump(mode="json")
+    return values

@@ -1,6 +1,5 @@
 """`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
 
-import argparse
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
@@ -12,7 +11,8 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.setup.kinds import refuse_unsupported
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
     )
@@ -22,7 +22,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", "stored", *DTYPES),
         default="auto",
-        help="dtype of the weights (auto: as config.json says, with --quantize as trained; stored: the base's 4 bits)",
+        help="dtype of the weights (auto: that of config.json, with --quantize that of training; stored: the base's 4 "
+        "bits)",
     )
     parser.add_argument(
         "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
@@ -32,22 +33,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=tuple(BITS),
         help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     options = {"dtype": arguments.dtype, "scale": arguments.scale, "quantize": arguments.quantize}
-    given = {
+    used = {
         "--scale": arguments.scale != 1.0,
         "--quantize": arguments.quantize is not None,
         "--dtype=stored": arguments.dtype == "stored",
     }
-    for option, is_given in given.items():
-        if is_given:
-            refuse_unsupported(run, f"merge {option}")
+    for option in (option for option, is_used in used.items() if is_used):
+        refuse_unsupported(run, f"merge {option}")
     print(adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options))

@@ -14,13 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.checkpoint.finished_run import (
-    FinishedRun,
-    attach_adapter,
-    default_device,
-    load_full_base,
-    saved_tokenizer,
-)
+from trainer.checkpoint.finished_run import FinishedRun, attach_adapter, default_device, load_full_base, saved_tokenizer
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.integers import IntegerMerge
@@ -45,14 +39,14 @@ SHARD_SIZE = "5GB"
 def merge(
     run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
 ) -> Path:
-    """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
+    """Write the merged model and its tokenizer to `output`, and return `output`.
 
-    `dtype` `stored`: in the 4-bit format of the base.
+    `dtype`: `auto` is the dtype of the stored base, or with `quantize` that of training; `stored` is its 4-bit format.
     `scale`: factor of the adapter's update.
-    `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
+    `quantize`: integer format of adapted layers (trainer/commands/integers.py).
 
-    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if its disk is too
-    full, or the files differ from memory or are not finite.
+    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if the disk is full,
+    or the files differ from memory or are not finite.
     """
     check_output(output)
     merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
@@ -63,19 +57,19 @@ def merge(
 
 
 def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
+    """Build the rounding of the adapted layers; `dtype` `auto` is that of training.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
     if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
-        raise UserError(f"--quantize={kind}: the base is stored in MXFP4 and stays so; merge without it")
-    trained_for = run.config.training.qat
-    if trained_for != kind:
-        how = "not trained for integers" if trained_for is None else f"trained for {trained_for}"
-        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more", file=sys.stderr)
+        raise UserError(f"--quantize={kind}: the base is stored in MXFP4, which is kept; merge without it")
+    qat = run.config.training.qat
+    if qat != kind:
+        how = "not trained for integers" if qat is None else f"trained for {qat}"
+        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more accuracy", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
+    return IntegerMerge(kind, _choose_dtype(run, dtype), default_device())
 
 
 def build_merged(
@@ -87,9 +81,9 @@ def build_merged(
     """
     tokenizer = saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
-    wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    wanted = wanted if integers is None else integers.dtype
-    base = load_full_base(run, wanted)
+    torch_dtype = _choose_dtype(run, dtype)  # refuses a quantized base
+    torch_dtype = torch_dtype if integers is None else integers.dtype
+    base = load_full_base(run, torch_dtype)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # With an adapter in 32 bits only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
@@ -101,8 +95,8 @@ def build_merged(
     model = adapted.merge_and_unload()
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if each.is_floating_point():
-            each.data = each.data.to(types.get(name, wanted))
-    model.config.use_cache = True  # training switched it off
+            each.data = each.data.to(types.get(name, torch_dtype))
+    model.config.use_cache = True  # off in training
     if integers is not None:
         return model, tokenizer, integers.build_state_dict(model)
     if dtype == "stored":
@@ -111,7 +105,7 @@ def build_merged(
 
 
 def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
-    """Write what `build_merged` returned and verify the weights; raises RuntimeError if they differ."""
+    """Write the result of `build_merged` and verify the weights; raises RuntimeError if they differ."""
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
     write_files(tokenizer_files(tokenizer), folder)
     check_saved(model, folder, values)
@@ -135,10 +129,10 @@ def _untie_head(adapted: Any) -> None:
     base.all_tied_weights_keys = {}
 
 
-def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
-    """Return the dtype of the merged model; `auto` is what the base is stored in, fp32 if not configured.
+def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
+    """Return the dtype of the merged model; `auto` is that of the stored base, fp32 if not configured.
 
-    Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
+    Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """
     config = load_model_config(run.config.base_model, run.config.model)
     kept = kept_form(config)
@@ -146,8 +140,8 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
         raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
     if isinstance(kept, Fp8Form) and dtype == "auto":
         raise UserError(
-            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; pass "
-            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
+            f"base_model={run.config.base_model}: is stored in FP8, which would round away most of the adapter; pass "
+            f"the 16-bit model with --base-model and {ALLOW}, or merge into the dequantized weights with --dtype bf16"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and kept is None:
         raise UserError(
@@ -177,12 +171,13 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
                     raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
                 # transformers stores some layers (experts) under other names than in memory.
                 if name in expected and not torch.equal(value, expected[name]):
-                    raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
+                    raise RuntimeError(f"{file.name}: {name} differs from the merged weight; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
     if values is not None:
         elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
     if stored_elements < elements:
-        raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
+        problem = f"has {stored_elements:,} of the model's {elements:,} weights"
+        raise RuntimeError(f"{folder}: {problem}; check the disk")
 
 
 def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
@@ -204,13 +199,13 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
         for index in range(len(merged)):
             blocks, scales = (files.read(stored.names[part][0], index)[0] for part in (BLOCKS, SCALES))
             base = mxfp4.dequantized(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
-            wanted = merged[index].t().float()
-            after = mxfp4.quantized(wanted) if not torch.equal(wanted, base) else (blocks, scales)
-            written = mxfp4.dequantized(*after, torch.float32).view_as(wanted)
-            size += float(wanted.square().sum())
-            changed += float((wanted - base).square().sum())
-            lost += float((written - wanted).square().sum())
-            for part, value in zip((BLOCKS, SCALES), after, strict=True):
+            exact = merged[index].t().float()
+            quantized = mxfp4.quantized(exact) if not torch.equal(exact, base) else (blocks, scales)
+            written = mxfp4.dequantized(*quantized, torch.float32).view_as(exact)
+            size += float(exact.square().sum())
+            changed += float((exact - base).square().sum())
+            lost += float((written - exact).square().sum())
+            for part, value in zip((BLOCKS, SCALES), quantized, strict=True):
                 parts[part].append(value)
         values |= {name + part: torch.stack(each) for part, each in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
@@ -241,11 +236,11 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     return values
 
 
-def _describe_error(what: str, form: str, changed: float, lost: float, size: float) -> str:
+def _describe_error(weights: str, form: str, changed: float, lost: float, size: float) -> str:
     if not changed:
-        return f"{what}: unchanged, in {form}"
+        return f"{weights}: unchanged, in {form}"
     return (
-        f"{what}: requantized to {form}, as in the base: rounding changes the merged weights by "
+        f"{weights}: requantized to {form}, as in the base: rounding changes the merged weights by "
         f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
         "them unrounded"
     )

@@ -4,7 +4,6 @@ No uploaded file contains a local path: the run's configuration and logs are not
 local models and data by the last part of their path.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -17,13 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
 from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
-from trainer.checkpoint.finished_run import (
-    ADAPTER,
-    FinishedRun,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-)
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, quiet_libraries
 from trainer.commands.adapter_kinds import adapter_kind
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
@@ -36,8 +29,8 @@ from trainer.setup.kinds import task_of
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
 
 
-def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Put the files to upload into `folder`, and the card next to the adapter as well; return the sorted files."""
+def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
+    """Write the files to upload to `folder`, and the card also next to the adapter; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     adapter_kind(run).copy_companions(run, folder)
@@ -53,7 +46,7 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
 
 
 def read_records(run: FinishedRun) -> list[Record]:
-    """Return the run's metrics, up to the checkpoint if one is pushed."""
+    """Return the run's metrics, up to the checkpoint if one is uploaded."""
     try:
         records = read_metrics(run.run_dir)
     except UserError:
@@ -93,7 +86,8 @@ def _explain_refusal(status: int) -> str:
     return reasons.get(status, f"the hub refused (HTTP {status}); try again later")
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
     )
@@ -101,12 +95,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
-    return parser.parse_args(argv)
-
-
-@reports_errors()
-def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     quiet_libraries()
     repo = arguments.repo
     try:
@@ -120,10 +109,10 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.dry_run and get_token() is None:
         raise UserError(f"{repo}: not logged in to the hub; {LOGIN}")
     if not arguments.dry_run and is_offline_mode():
-        raise UserError(f"{repo}: the hub is switched off by HF_HUB_OFFLINE; unset it")
+        raise UserError(f"{repo}: HF_HUB_OFFLINE turns the hub off; unset it")
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
-        files = stage(run, repo, folder)
+        files = stage_files(run, repo, folder)
         base = public_name(run.config.base_model)
         if not is_on_hub(base):
             print(f"note: {base} is a local model; pass its name on the hub with --base-model", file=sys.stderr)

@@ -1,16 +1,11 @@
-"""Description of a prepared run for `zerolora validate`: model, adapter, data, memory and steps."""
+"""Describe a prepared run for `zerolora validate`: model, adapter, data, memory and steps."""
 
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import (
-    resolve_eval_and_save_steps,
-    resolve_global_batch,
-    step_warnings,
-    steps_line,
-)
+from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch, step_warnings, steps_line
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
 from trainer.model.stored_settings import kept_form
 from trainer.model.targets import unadapted_layers
@@ -21,9 +16,9 @@ from trainer.setup.kinds import kind_of
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
     """Return lines `name: text` that describe the run with this model, data and number of ranks."""
     if config.runs:
-        each = [describe_run(run, own, ranks) for run, own in zip(config.runs, prepared.adapters, strict=True)]
-        shared = [line for line in each[0] if all(line in lines for lines in each)]
-        named = zip((Path(run.output_dir).name for run in config.runs), each, strict=True)
+        by_run = [describe_run(run, data, ranks) for run, data in zip(config.runs, prepared.adapters, strict=True)]
+        shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]
+        named = zip((Path(run.output_dir).name for run in config.runs), by_run, strict=True)
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
     config = config.fit_max_length(prepared.longest)
     model, lines = kind_of(config).describe(config, prepared)
@@ -56,11 +51,11 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
     if (kept := kept_form(model.config)) is not None:
-        base = f"the base as it is stored, in {kept.name}"
+        base = f"a base stored in {kept.name}"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
     else:
-        base = "the base as it is"
+        base = "an unquantized base"
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += rank_lines(config.lora) + unadapted_layers(peft_model, config.lora)

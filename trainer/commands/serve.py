@@ -3,7 +3,6 @@
 The server replaces this process and has an OpenAI-compatible API below /v1, with the run's folder name as the model.
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -13,12 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.adapter_files import WEIGHTS
-from trainer.checkpoint.finished_run import (
-    FinishedRun,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-)
+from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
@@ -29,7 +23,8 @@ MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launc
 SERVERS = (*MODULES, "llama.cpp")
 PROGRAM = "llama-server"
 """llama.cpp's server."""
-FIND = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
+FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
+"""A program that prints the names of installed modules."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +35,24 @@ class Server:
     command: tuple[str, ...]
 
 
-def find_server(wanted: str, python: str) -> Server:
-    """Return the wanted server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
+def find_server(requested: str, python: str) -> Server:
+    """Return the requested server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
     try:
-        answer = subprocess.run([python, "-c", FIND, *MODULES], capture_output=True, text=True, check=True).stdout
+        command = [python, "-c", FIND_MODULES, *MODULES]
+        modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"--python {python}: cannot be started ({error}); use the Python of an environment") from None
-    installed = {name: Server(name, (python, "-m", MODULES[name])) for name in answer.split()}
+    installed = {name: Server(name, (python, "-m", MODULES[name])) for name in modules}
     if program := shutil.which(PROGRAM):
         installed["llama.cpp"] = Server("llama.cpp", (program,))
-    for name in SERVERS if wanted == "auto" else (wanted,):
+    for name in SERVERS if requested == "auto" else (requested,):
         if name in installed:
             return installed[name]
-    if wanted == "llama.cpp":
+    if requested == "llama.cpp":
         raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
-    names, package = ("vllm and sglang", "vllm") if wanted == "auto" else (wanted, wanted)
+    names, package = ("vllm and sglang", "vllm") if requested == "auto" else (requested, requested)
     raise UserError(
-        f"--server {wanted}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
+        f"--server {requested}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
         "pass its Python with --python"
     )
 
@@ -67,7 +63,7 @@ def export_once(run: FinishedRun, form: str, output: Path) -> Path:
         export(run, form, output)
         print(f"exported to {output}")
     elif output.stat().st_mtime < (run.folder / WEIGHTS).stat().st_mtime:
-        raise UserError(f"{output}: is older than the adapter; remove it to export the adapter again")
+        raise UserError(f"{output}: is older than the adapter; delete it to export the adapter again")
     return output
 
 
@@ -83,7 +79,7 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
         return [*server.command, model_option, str(model), "--served-model-name", name]
     if scaling := run.config.model.rope_scaling:
         raise UserError(
-            f"model.rope_scaling.type={scaling.type}: the server would use the base without it; pass --merged"
+            f"model.rope_scaling.type={scaling.type}: the server would serve the base without it; pass --merged"
         )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
     command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
@@ -94,7 +90,8 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
     return command
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora serve", description="Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."
     )
@@ -112,13 +109,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 1 or 2 after one line on stderr; a started server does not return."""
-    options = _parse(argv)
+    options = parser.parse_args(argv)
     quiet_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)

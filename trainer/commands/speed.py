@@ -9,10 +9,9 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.data.step_count import count_steps
 from trainer.memory.planner import Planner
-from trainer.memory.step_time import MEASURED, predict_step
+from trainer.memory.step_time import REFERENCE_CARD, predict_step
 from trainer.setup.kinds import kind_of
 
-GPUS_PER_HOST = 8
 BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
 
 
@@ -22,27 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network", help="also predict the speed, for this bandwidth per GPU between hosts, such as 50GB/s"
     )
     parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
-    parser.add_argument("--card", help=f"predict the speed on this card (default: {MEASURED})")
-
-
-def find_ranks_per_host(arguments: argparse.Namespace, gpus: int) -> int | None:
-    """Return the GPUs of each host, 8 by default if a network between hosts is given."""
-    given: int | None = arguments.gpus_per_host
-    return given or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
+    parser.add_argument("--card", help=f"predict the speed on this card (default: {REFERENCE_CARD})")
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the predicted speed, time and cost of a resolved configuration; None if no option asks for it."""
+    """Return the predicted speed, time and cost of a resolved configuration; None without such an option."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
     network = find_network(planner, arguments)
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
-        raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
+        raise UserError("--network: missing, and GPUs are on several hosts; add it, such as --network 50GB/s")
     if not kind_of(config).task(config).predicts_time:
-        raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
-    card = arguments.card or MEASURED
+        fix = "estimate without --network, --price and --card"
+        raise UserError(f"--network: only the speed of task: language is predicted; {fix}")
+    card = arguments.card or REFERENCE_CARD
     step, note = predict_step(planner, config, card, network)
     gpus, training = planner.machine.world_size, config.training
     steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))
@@ -60,37 +54,37 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 
 
 def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
-    """Return the bytes per second that a GPU receives from other hosts; None if that is unknown."""
-    if arguments.network is not None:
-        return parse_speed(arguments.network)
-    return None if len(set(planner.machine.hosts)) > 1 else float("inf")
+    """Return the bytes per second that a GPU receives from other hosts; None if that is unknown.
 
-
-def parse_speed(text: str) -> float:
-    """Parse `50GB/s` or `400Gbit/s` to bytes per second; raises UserError if invalid."""
-    if not (found := parse_quantity(text, BYTES_PER_S)):
-        raise UserError(f"--network {text}: not a speed; write 50GB/s or 400Gbit/s, for each GPU")
-    return found
+    Raises UserError unless --network is a speed, such as `50GB/s` or `400Gbit/s`.
+    """
+    if arguments.network is None:
+        return None if len(set(planner.machine.hosts)) > 1 else float("inf")
+    if not (speed := parse_quantity(arguments.network, BYTES_PER_S)):
+        raise UserError(f"--network {arguments.network}: not a speed; write 50GB/s or 400Gbit/s, for each GPU")
+    return speed
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Return a number with a unit, such as `50GB/s`, in the measure of `units`; None if it is not one."""
+    """Parse a number with one of `units`, such as `50GB/s`; return None if it is invalid."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     unit = units.get(match[2].upper()) if match else None
     return None if match is None or unit is None else float(match[1]) * unit
 
 
-def describe(found: dict[str, Any], gpus: int) -> list[str]:
-    """Return the lines that show a prediction."""
-    parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in found["parts_s"].items() if seconds)
-    speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['tokens_per_s'] / gpus:,.0f} per GPU"
-    lines = [f"predicted on {gpus} x {found['card']}: {speed}; a step {found['step_s'] * 1e3:.1f} ms ({parts})"]
-    for each in found["collectives"]:
+def describe(prediction: dict[str, Any], gpus: int) -> list[str]:
+    parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in prediction["parts_s"].items() if seconds)
+    speed, step_ms = prediction["tokens_per_s"], prediction["step_s"] * 1e3
+    lines = [
+        f"predicted on {gpus} x {prediction['card']}: {speed:,.0f} tokens/s, {speed / gpus:,.0f} per GPU; "
+        f"a step {step_ms:.1f} ms ({parts})"
+    ]
+    for each in prediction["collectives"]:
         size, duration = each["bytes_received"] / 1e6, each["seconds"] * 1e3
         lines.append(f"{each['per_step']} x {each['name']}: a GPU receives {size:.1f} MB in {duration:.2f} ms")
-    if found["note"]:
-        lines.append(f"note: {found['note']}")
-    if found["hours"] is not None:
-        cost = "" if found["cost"] is None else f", cost {found['cost']:,.2f}"
-        lines.append(f"the run, without its start, evaluations and saves: {found['hours']:,.2f} hours{cost}")
+    if prediction["note"]:
+        lines.append(f"note: {prediction['note']}")
+    if prediction["hours"] is not None:
+        cost = "" if prediction["cost"] is None else f", cost {prediction['cost']:,.2f}"
+        lines.append(f"the run, without its start, evaluations and saves: {prediction['hours']:,.2f} hours{cost}")
     return lines

@@ -26,7 +26,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a sweep, ranked by `loss`, which it had at `step`; None without a result."""
+    """One run of a sweep, ranked by its `loss` at `step`; None without a result."""
 
     folder: Path
     held_out: Series
@@ -35,21 +35,16 @@ class Outcome:
     step: int
     state: str
 
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.folder.name
-
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
-    found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
-    if not found:
+    outcomes = [_read_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
+    if not outcomes:
         raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
-    return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
+    return sorted(outcomes, key=lambda run: (run.loss is None, run.loss, run.folder.name))
 
 
-def _outcome(folder: Path, exit_code: int | None) -> Outcome:
+def _read_outcome(folder: Path, exit_code: int | None) -> Outcome:
     try:
         records: list[Record] = read_metrics(folder)
     except UserError:
@@ -61,38 +56,32 @@ def _outcome(folder: Path, exit_code: int | None) -> Outcome:
         loss, step = float(held_out.values[best]), int(held_out.steps[best])
     elif len(training):
         loss = float(training.values[-max(1, len(training) // TAIL_DIVISOR) :].mean())
-    state = (
-        f"ended with {exit_code}" if exit_code else "done" if exit_code == 0 or _has_result(folder) else "not finished"
-    )
+    # Array jobs have no recorded exit code.
+    is_done = exit_code == 0 or any(folder.glob("adapter_model.safetensors")) or any(folder.glob("model*.safetensors"))
+    state = f"ended with {exit_code}" if exit_code else "done" if is_done else "not finished"
     return Outcome(folder, held_out, training, loss, step, state)
-
-
-def _has_result(folder: Path) -> bool:
-    """Return whether a run finished, for array jobs, which have no recorded exit code."""
-    return (folder / "adapter_model.safetensors").is_file() or any(folder.glob("model*.safetensors"))
 
 
 def show(console: Console, runs: list[Outcome]) -> None:
     held_out = any(len(run.held_out) for run in runs)
     criterion = "lowest held-out loss" if held_out else "training loss, last tenth"
     table = Table("", "run", criterion, "step", "", box=None, pad_edge=False)
-    for place, run in enumerate(runs, start=1):
+    for number, run in enumerate(runs, start=1):
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
-        name = escape(printable(run.name))
-        table.add_row(str(place) if run.loss is not None else "", name, loss, str(run.step), run.state)
+        name = escape(printable(run.folder.name))
+        table.add_row(str(number) if run.loss is not None else "", name, loss, str(run.step), run.state)
     console.print(table)
 
 
 def write_page(runs: list[Outcome], page: Path) -> str:
     """Write the curves of the best runs to a page, and return a line that names it."""
-    shown = [run for run in runs if run.loss is not None]
-    write_page_of_runs([run.folder for run in shown[:MAX_RUNS]], page)
-    return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(shown)} runs)" if len(shown) > MAX_RUNS else "")
+    successful = [run for run in runs if run.loss is not None]
+    write_page_of_runs([run.folder for run in successful[:MAX_RUNS]], page)
+    return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(successful)} runs)" if len(successful) > MAX_RUNS else "")
 
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, 1 if a run has no result, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)

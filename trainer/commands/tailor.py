@@ -2,13 +2,13 @@
 
 The data is tokenized into the cache for its lengths; the model is built without weights for the estimate. The rules are
 those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate about ten
-times that of full fine-tuning (more in short runs), a small batch, and a rank by the information in the data.
-Exit code 0, or 2 after one line on stderr.
+times that of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
 """
 
 import math
 import os
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ import torch
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config, reports_errors
+from trainer.config.command_line import positive_int
+from trainer.config.values import set_dotted
 from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_files import check_output_file
@@ -44,8 +46,6 @@ PACK_LENGTH = 2048
 RANKS = (16, 32, 64, 128)
 SHORT_RUN_STEPS = 200
 WIDTH = 110
-
-
 Settings = dict[str, tuple[Any, str]]
 """Setting -> its value, and the reason for it."""
 
@@ -76,16 +76,15 @@ class Profile:
     """Rank beyond which no layer gains capacity."""
     per_expert_rank: int = 0
     """Parameters per unit of the experts' rank."""
-    visited: int = 1
-    """Experts that a token visits."""
+    top_k: int = 1
+    """Experts per token."""
     expert_width: int = 0
 
     def expert_rank(self, rank: int) -> int:
         """Return the experts' rank by `lora.expert_rank: r/top_k`."""
-        return max(1, rank // self.visited)
+        return max(1, rank // self.top_k)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the adapter's number of parameters."""
         return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 
@@ -104,12 +103,12 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     documents = len(profile.tokens)
     warnings = _choose_adapter(settings, profile)
     _choose_data(settings, request, profile)
-    kept, packs = 1 - settings.get("dataset.val_split", (0.0, ""))[0], settings["dataset.packing"][0]
-    whole = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
-    samples = max(1, (math.ceil if packs else round)(kept * whole))
-    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
-    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
-    settings["training.epochs"] = (max(least, usual), f"{documents:,} documents; {why}")
+    trained, packs = 1 - settings.get("dataset.val_split", (0.0, ""))[0], settings["dataset.packing"][0]
+    sequences = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
+    samples = max(1, (math.ceil if packs else round)(trained * sequences))
+    minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
+    why = f"fewer epochs would have fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
+    settings["training.epochs"] = (max(minimum, usual), f"{documents:,} documents; {why}")
     settings["training.global_batch_size"] = ("auto", "")
     batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
     settings["training.global_batch_size"] = (batch, "")
@@ -137,13 +136,13 @@ def _build_profile(prepared: Prepared, context: int | None) -> Profile:
         tokens, targets, context, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
         per_expert_rank=per_expert_rank,
-        visited=experts_per_token(prepared.model_config) if widths else 1,
+        top_k=experts_per_token(prepared.model_config) if widths else 1,
         expert_width=min(widths, default=size),
     )  # fmt: skip
 
 
 def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
-    """Adapt all linear layers, with the lowest usual rank that has enough capacity; return a warning if none has."""
+    """Adapt all linear layers, with the lowest usual rank of enough capacity; return a warning if there is none."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
@@ -159,7 +158,7 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     settings["lora.target_modules"] = ("all-linear", "attention layers alone learn less, at any rank")
     if profile.per_expert_rank:
         settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
-        why = f"a token visits {profile.visited} experts, with a total rank of r"
+        why = f"a token uses {profile.top_k} experts, with a total rank of r"
         settings["lora.expert_rank"] = ("r/top_k", why)
     warning = capacity_warning(parameters, trained, rank)
     return [warning] if warning else []
@@ -168,8 +167,9 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
 def _choose_data(settings: Settings, request: Request, profile: Profile) -> None:
     documents, total = len(profile.tokens), int(profile.tokens.sum())
     needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
-    length = min(-(-needed // 64) * 64, profile.context or needed * 2)
-    pack = min(max(length, PACK_LENGTH), profile.context or PACK_LENGTH)
+    context = profile.context or sys.maxsize
+    length = min(-(-needed // 64) * 64, context)
+    pack = min(max(length, PACK_LENGTH), context)
     short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
     steps = _usual_epochs(documents) * total // (pack * request.gpus)
     packs = short and steps >= ENOUGH_STEPS
@@ -181,8 +181,10 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
     settings["dataset.path"] = (request.data, why)
     why = f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated"
     settings["dataset.max_length"] = (length, why)
-    why_not = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
-    why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence" if packs else why_not
+    if packs:
+        why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence"
+    else:
+        why = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
     settings["dataset.packing"] = (packs, why)
     if held_out:
         settings["dataset.val_split"] = (held_out, f"{max(1, round(held_out * documents)):,} documents for evaluation")
@@ -193,12 +195,11 @@ def _usual_epochs(documents: int) -> int:
 
 
 def _choose_placement(settings: Settings, request: Request, prepared: Prepared, samples: int) -> None:
-    given = _build_config(settings)
-    shapes = read_shapes(
-        prepared.model_config, given.model, given.lora, vocabulary_at_least=len(prepared.tokenizer)
-    )  # fmt: skip
-    longest = given.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(request.gpus, "bf16"))
+    config = _build_config(settings)
+    vocabulary = len(prepared.tokenizer)
+    shapes = read_shapes(prepared.model_config, config.model, config.lora, vocabulary_at_least=vocabulary)
+    longest = config.dataset.max_length
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume(request.gpus, "bf16"))
     tried: list[str] = []
     for adapter, stage, recompute, offload in _placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
@@ -212,16 +213,16 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
         }
         if offload:
             chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
-        alone = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
-        if largest := planner.largest_batch(_build_config(settings | chosen | alone), request.memory):
+        no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
+        if largest := planner.largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
             chosen["training.batch_size"] = (rows, f"{largest} fit a GPU; at most the global batch per GPU")
             settings |= chosen
             return
         tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
     raise UserError(
-        f"--gpu-memory {request.memory / GIB:.3g}GiB: {request.model} does not fit {request.gpus} of these GPUs in "
-        f"any way ({'; '.join(tried)}); use more GPUs, or a smaller model"
+        f"--gpu-memory {request.memory / GIB:.3g}GiB: {request.model} does not fit on {request.gpus} of these GPUs "
+        f"({'; '.join(tried)}); use more GPUs, or a smaller model"
     )
 
 
@@ -244,7 +245,7 @@ def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
 
 def _evaluation_settings(*, has_held_out: bool) -> Settings:
     if not has_held_out:
-        return {"training.saves_per_epoch": (1, "too few documents to hold some out")}
+        return {"training.saves_per_epoch": (1, "too few documents for evaluation")}
     return {
         "training.evals_per_epoch": (4, "often enough to see overfitting"),
         "training.saves_per_epoch": (4, "at every evaluation"),
@@ -255,17 +256,14 @@ def _evaluation_settings(*, has_held_out: bool) -> Settings:
 def _build_config(settings: Settings) -> RunConfig:
     tree: dict[str, Any] = {}
     for dotted, (value, _) in settings.items():
-        *sections, last = dotted.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
+        set_dotted(tree, dotted, value)
     return RunConfig.model_validate(tree)
 
 
-def _gpu_memory(given: str | None) -> tuple[int, str]:
-    if given is not None:
-        return parse_memory(given), f"of {given}"
+def _find_gpu_memory(option: str | None) -> tuple[int, str]:
+    """Return the memory of a GPU, and a text that describes it."""
+    if option is not None:
+        return parse_memory(option), f"of {option}"
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         return memory, f"of this machine ({memory / GIB:.3g} GiB)"
@@ -293,24 +291,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora init", description="Write a configuration for this model, data and GPUs.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--gpus", type=int, help="default: the ranks that `zerolora train` would start here")
+    parser.add_argument("--gpus", type=positive_int, help="default: the ranks that `zerolora train` would start here")
     parser.add_argument("--gpu-memory")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     arguments = parser.parse_args(argv)
-    gpus = default_ranks() if arguments.gpus is None else arguments.gpus
+    gpus = arguments.gpus or default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus}: must be 1 or more")
     check_output_file(arguments.output, f"--output {arguments.output}")
-    memory, gpu_text = _gpu_memory(arguments.gpu_memory)
+    memory, gpu_text = _find_gpu_memory(arguments.gpu_memory)
     request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
     settings, warnings = choose_settings(request)
     write_whole(arguments.output, render_yaml(settings, arguments.output, warnings))
     load_config(arguments.output)
     for warning in warnings:
         print(f"warning: {warning}")
-    typed = shlex.quote(str(arguments.output))
-    on_ranks, on_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
-    print(f"wrote {arguments.output}; next:\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
+    file = shlex.quote(str(arguments.output))
+    ranks, num_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
+    print(f"wrote {arguments.output}; next:\n  zerolora validate {file}{ranks}\n  zerolora train {file}{num_gpus}")

@@ -1,14 +1,13 @@
-"""`zerolora validate CONFIG [key=value ...]`: run every check that comes before training, and describe the run.
+"""`zerolora validate CONFIG [key=value ...]`: run all checks that precede training, and describe the run.
 
 `--settings-only` checks neither model nor data.
 
 The model's configuration, tokenizer and targets are checked and the data is tokenized into its cache; no weights are
-read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
+read, and nothing is written to the run's folder.
 """
 
 import os
 import shlex
-from pathlib import Path
 
 from trainer.checkpoint.output_folder import check_early, find_obstacle
 from trainer.config import CommandParser, load_config, reports_errors
@@ -33,8 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     for note in loaded.notes:
         print(f"note: {note}")
     if arguments.settings_only:
-        path = Path(arguments.config)
-        print(f"OK: the settings of {path}; model and data: {shlex.join(['zerolora', 'validate', str(path)])}")
+        command = shlex.join(["zerolora", "validate", arguments.config, *arguments.overrides])
+        print(f"OK: the settings of {arguments.config}; to check model and data: {command}")
         return
     check_early(loaded.config, to_train=False)
     PROGRESS.show("importing")
@@ -54,6 +53,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resume: {note}")
     problem = find_obstacle(loaded.config)
     if problem:
-        print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
+        print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")

@@ -1,27 +1,18 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
-from trainer.config.adapter_settings import trained_in_full
 from trainer.config.command_line import CommandParser, reports_errors
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
-from trainer.config.sections import LoggingSection, RunConfig, ScuSection, TierSection
+from trainer.config.sections import LoggingSection, RunConfig, ScuSection
 from trainer.config.task_sections import ImageSection
-from trainer.config.training_sections import (
-    FIRST_STEP_FACTOR,
-    OPTIMIZERS,
-    OptimizerKind,
-    TrainingSection,
-    ZeroSection,
-    collective_timeout,
-)
+from trainer.config.training_sections import OPTIMIZERS, TrainingSection, ZeroSection, collective_timeout
 from trainer.config.types import AUTO
-from trainer.config.zero import engine_zero, gathers_by_layer
+from trainer.config.zero import engine_zero
 
 __all__ = [
     "AUTO",
-    "FIRST_STEP_FACTOR",
     "OPTIMIZERS",
     "CommandParser",
     "DatasetSection",
@@ -30,20 +21,16 @@ __all__ = [
     "LoggingSection",
     "LoraSection",
     "ModelSection",
-    "OptimizerKind",
     "QuantizationSection",
     "RunConfig",
     "ScuSection",
     "SourceSection",
-    "TierSection",
     "TrainingSection",
     "UserError",
     "ZeroSection",
     "collective_timeout",
     "dump_yaml",
     "engine_zero",
-    "gathers_by_layer",
     "load_config",
     "reports_errors",
-    "trained_in_full",
 ]

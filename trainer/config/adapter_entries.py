@@ -1,4 +1,4 @@
-"""Several adapters of one run: each is a run of its own in all settings, and shares the base and the passes.
+"""Several adapters that are trained on one base in the same passes, each with its own settings.
 
 An entry of `adapters` has a `name` and the settings that differ, in sections or with dots. `split_adapters` builds the
 configuration of each adapter, as if it were trained alone into a folder of that name below output_dir.
@@ -17,14 +17,15 @@ from trainer.config.checks import RULES, flatten_entry
 from trainer.config.errors import Mistake
 from trainer.config.messages import describe_errors
 from trainer.config.sections import RunConfig
+from trainer.config.values import set_dotted
 
 RESUME = "resume_from_checkpoint"
-OWN: tuple[str, ...] = tuple(RULES["settings_of_an_adapter"])
+PER_ADAPTER: tuple[str, ...] = tuple(RULES["settings_of_an_adapter"])
 """Settings that may differ between adapters: names, or sections that end in `.`."""
 
 
 def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistake]:
-    """Yield a mistake for each name that is no folder or used twice, and each setting that all adapters share."""
+    """Yield a mistake for each invalid or duplicate name, and for each setting that all adapters share."""
     names: set[str] = set()
     for index, entry in enumerate(adapters):
         name = entry.get("name")
@@ -32,39 +33,30 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
             fix = "write `name: ...` with letters, digits and . , _ - = +, the name of its folder"
             yield Mistake(f"adapters.{index}.name", name, "must name the adapter", fix)
         elif name.lower() in names or re.fullmatch(r"logs|checkpoint-\d+", name):
-            yield Mistake(f"adapters.{index}.name", name, "is used already", "give each adapter a name of its own")
+            yield Mistake(f"adapters.{index}.name", name, "is already used", "give each adapter a different name")
         names.add(str(name).lower())
         for dotted, value in flatten_entry(entry):
-            if dotted != "name" and not dotted.startswith(OWN) and dotted.split(".")[0] in RunConfig.model_fields:
+            is_setting = dotted != "name" and dotted.split(".")[0] in RunConfig.model_fields
+            if is_setting and not dotted.startswith(PER_ADAPTER):
                 problem = "is shared by all adapters of a run"
                 yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for the whole run")
 
 
 def split_adapters(config: RunConfig, tree: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Give `config` the configurations of its adapters, built from the settings in `tree`; yield their mistakes."""
+    """Set `config.runs` to the configurations of its adapters, built from `tree`; yield their mistakes."""
     yield from find_entry_mistakes(config.adapters)
     runs = []
     for index, entry in enumerate(config.adapters):
-        own = copy.deepcopy({name: value for name, value in tree.items() if name != "adapters"})
-        own["output_dir"] = str(Path(config.output_dir) / str(entry.get("name")))
+        settings = copy.deepcopy({name: value for name, value in tree.items() if name != "adapters"})
+        settings["output_dir"] = str(Path(config.output_dir) / str(entry.get("name")))
         for dotted, value in flatten_entry(entry):
-            _put(own, dotted, value)
-        own.pop("name", None)
-        if own.setdefault("training", {}).get(RESUME) == "latest":
-            own["training"][RESUME] = "auto"  # an adapter that was added begins at its first step
+            set_dotted(settings, dotted, value)
+        settings.pop("name", None)
+        if settings.setdefault("training", {}).get(RESUME) == "latest":
+            settings["training"][RESUME] = "auto"  # an added adapter starts at its first step
         try:
-            runs.append(RunConfig.model_validate(own))
+            runs.append(RunConfig.model_validate(settings))
         except ValidationError as error:
             for mistake in describe_errors(error):
                 yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}")
     config._runs = tuple(runs)
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, last = dotted.split(".")
-    for section in sections:
-        inner = tree.setdefault(section, {})
-        if not isinstance(inner, dict):
-            inner = tree[section] = {}
-        tree = inner
-    tree[last] = value

@@ -9,7 +9,7 @@ from trainer.config.errors import UserError
 from trainer.config.files import read_json
 from trainer.config.sections import RunConfig
 
-FILE = "adapter_config.json"
+SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision")
 """Names of the modules that map features of images to the embeddings of a language model."""
 Names = list[str] | str | None
@@ -18,7 +18,7 @@ Rank = Annotated[int, Field(gt=0)]
 
 
 class AdapterSettings(BaseModel):
-    """The keys that PEFT and zerolora rely on; all others are kept unchecked."""
+    """The keys that PEFT and zerolora rely on; others are not checked."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -41,23 +41,23 @@ class AdapterSettings(BaseModel):
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the LoRA adapter in a folder, without defaults.
 
-    Raises UserError if they are missing, damaged, or those of another type of adapter.
+    Raises UserError if they are missing, damaged, or of another type of adapter.
     """
     try:
-        settings: AdapterSettings = read_json(folder / FILE, AdapterSettings)
+        settings: AdapterSettings = read_json(folder / SETTINGS_FILE, AdapterSettings)
     except FileNotFoundError:
-        raise UserError(f"{folder}: has no {FILE}; use the folder of a PEFT adapter") from None
+        raise UserError(f"{folder}: has no {SETTINGS_FILE}; use the folder of a PEFT adapter") from None
     return settings.model_dump(exclude_unset=True)
 
 
-def trained_in_full(config: RunConfig) -> tuple[str, ...]:
+def fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the modules that the adapter trains and saves in full."""
     projectors = PROJECTORS if config.lora.image_parts == "projector" else ()
-    given = config.lora.modules_to_save + projectors
-    return given or tuple(read_initial_adapter(config).get("modules_to_save") or ())
+    configured = config.lora.modules_to_save + projectors
+    return configured or tuple(read_initial_adapter(config).get("modules_to_save") or ())
 
 
 def read_initial_adapter(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the adapter at lora.adapter_path; empty if it is not on this machine."""
     folder = Path(config.lora.adapter_path or "")
-    return read_adapter_settings(folder) if config.lora.adapter_path and (folder / FILE).is_file() else {}
+    return read_adapter_settings(folder) if config.lora.adapter_path and (folder / SETTINGS_FILE).is_file() else {}

@@ -22,5 +22,5 @@ def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
-ELSEWHERE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
-"""Settings of other trainers that have another form here -> what to write instead."""
+ADVICE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
+"""Settings of other trainers that have another form here -> advice what to write instead."""

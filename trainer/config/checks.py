@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
+from trainer.config.errors import MISSING_DATA, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
@@ -23,23 +23,23 @@ HIGHEST_USUAL_RATE = 1e-2
 LARGEST_USUAL_SCALE = 32.0
 RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
-FACTS: dict[str, Callable[[RunConfig], Any]] = {
+DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_by_layer,
     "why_not_by_layer": why_not_by_layer,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
-    "optimizer.whole": lambda config: OPTIMIZERS[config.training.optimizer].whole,
+    "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
     "reference": lambda config: (
         config.preference.reference in ("step", "cached")
         or (config.preference.reference == "auto" and bool({*config.preference.loss} - {*WITHOUT_REFERENCE}))
     ),
     "held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
     "compared": lambda config: (
-        FACTS["held_out"](config) or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
+        DERIVED["held_out"](config) or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
     ),
     "with_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
-"""Names in rules.yaml that are not settings."""
+"""Values in rules.yaml that are derived from settings."""
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -51,12 +51,12 @@ def check_combinations(config: RunConfig) -> None:
 def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     """Yield a mistake for each combination of settings that cannot work."""
     for index, run in enumerate(config.runs):
-        own = {name for name, _ in flatten_entry(config.adapters[index])}
-        for found in (*_apply_rules("together", run), *find_invalid_combinations(run)):
-            is_own = found.setting in own
-            yield replace(found, setting=f"adapters.{index}.{found.setting}") if is_own else found
+        names = {name for name, _ in flatten_entry(config.adapters[index])}
+        for mistake in (*_apply_rules("together", run), *find_invalid_combinations(run)):
+            is_in_entry = mistake.setting in names
+            yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}") if is_in_entry else mistake
     if config.adapters:
-        yield from _find_unequal(config)
+        yield from _find_unequal_layouts(config)
         return
     yield from _apply_rules("combinations", config)
     yield from check_extra(config.zero.extra)
@@ -86,35 +86,30 @@ def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield ALIASES.get(dotted, dotted), value
 
 
-def _find_unequal(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting of the layout of batches in which adapters differ."""
+def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
+    """Yield a mistake for each setting of the batch layout in which adapters differ."""
     for index, run in enumerate(config.runs):
         for name in ("dataset.packing", "training.gradient_accumulation_steps"):
             if (value := _read(run, name)) != (first := _read(config.runs[0], name)):
-                fix = f"use {shown(first)}, as for {config.adapters[0].get('name')}, or train them apart"
+                fix = f"use {shown(first)}, as for {config.adapters[0].get('name')}, or train them separately"
                 yield Mistake(f"adapters.{index}.{name}", value, "must be the same for all adapters of a run", fix)
 
 
-def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that rules out CUDA graphs, and why; None if they are possible."""
-    return next(((found.setting, found.problem) for found in _apply_rules("graphs", config)), None)
-
-
-def find_tile_obstacle(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that rules out tiles of gated MLPs, and why; None if they are possible."""
-    return next(((found.setting, found.problem) for found in _apply_rules("tiles", config)), None)
+def find_feature_obstacle(feature: Literal["graphs", "tiles"], config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that rules out CUDA graphs or tiles of gated MLPs, and why; None if they are possible."""
+    return next(((mistake.setting, mistake.problem) for mistake in _apply_rules(feature, config)), None)
 
 
 def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting that breaks a rule of rules.yaml, which describes their form."""
+    """Yield a mistake for each setting that breaks a rule of rules.yaml, which documents their syntax."""
     for rule in RULES[group]:
         when, unless, only = (rule.get(name, {}) for name in ("when", "unless", "only"))
-        if not all(_has(config, name, values) for name, values in when.items()):
+        if not all(_matches(config, name, values) for name, values in when.items()):
             continue
-        if any(_has(config, name, values) for name, values in unless.items()):
+        if any(_matches(config, name, values) for name, values in unless.items()):
             continue
-        broken = [name for name, values in rule.get("never", {}).items() if _has(config, name, values)]
-        broken += [name for name, values in only.items() if not _has(config, name, values)]
+        broken = [name for name, values in rule.get("never", {}).items() if _matches(config, name, values)]
+        broken += [name for name, values in only.items() if not _matches(config, name, values)]
         for name in [*broken, *([rule["report"]] if "report" in rule else [])]:
             allowed = " or ".join(map(shown, only.get(name, ())))
             problem, fix = (_fill(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
@@ -124,16 +119,16 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
 
 
 def _read(config: RunConfig, name: str) -> Any:
-    """Return the value of a setting or a fact."""
-    if name in FACTS:
-        return FACTS[name](config)
+    """Return the value of a setting, or one that is derived from settings."""
+    if name in DERIVED:
+        return DERIVED[name](config)
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
     return value.strip() if isinstance(value, str) else "auto" if value == AUTO else value
 
 
-def _has(config: RunConfig, name: str, values: Collection[Any]) -> bool:
+def _matches(config: RunConfig, name: str, values: Collection[Any]) -> bool:
     value = _read(config, name)
     if isinstance(value, (tuple, Mapping)):
         return list(value) in values or any(each in values for each in value)
@@ -147,7 +142,7 @@ def _fill(text: str, allowed: str, config: RunConfig) -> str:
 def _check_data(config: RunConfig) -> Iterator[Mistake]:
     data = config.dataset
     if not data.path and not data.mix:
-        yield DATA_WANTED
+        yield MISSING_DATA
     for label, source in [("dataset", data), ("dataset.evaluation", data.evaluation)] + [
         (f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)
     ]:
@@ -164,8 +159,8 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
         if unknown := [role for role in source.roles if role not in ROLES]:
             fix = f"list your names under {', '.join(ROLES)}"
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
-        names = Counter(name for theirs in source.roles.values() for name in {*theirs})
-        for name in [name for name, count in names.items() if count > 1]:
+        counts = Counter(name for names in source.roles.values() for name in {*names})
+        for name in [name for name, count in counts.items() if count > 1]:
             yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "keep one of them")
     if set(data.train_on) - {*ROLES, "last", "all"}:
         yield Mistake("dataset.train_on", data.train_on, "choose from assistant, last, user, system, tool, all")
@@ -179,9 +174,9 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         problem = f"training.global_batch_size={'auto' if total == AUTO else total} decides it"
         name, fix = "training.gradient_accumulation_steps", "remove one, or set it to null"
         yield Mistake(name, accumulation, problem, fix, "training.global_batch_size")
-    if training.tiled_mlp not in ("auto", False) and (obstacle := find_tile_obstacle(config)):
+    if training.tiled_mlp not in ("auto", False) and (obstacle := find_feature_obstacle("tiles", config)):
         yield Mistake("training.tiled_mlp", training.tiled_mlp, obstacle[1], "use auto", obstacle[0])
-    if training.cuda_graphs == "on" and (obstacle := find_graph_obstacle(config)):
+    if training.cuda_graphs == "on" and (obstacle := find_feature_obstacle("graphs", config)):
         yield Mistake("training.cuda_graphs", "on", obstacle[1], "use auto", obstacle[0])
     if training.best_checkpoint and training.eval_steps and training.save_steps % training.eval_steps:
         problem = "best_checkpoint needs an evaluation at every save"
@@ -221,13 +216,13 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("scu.target", scu.target, "must be below 1, a fraction of information", "use 0.01 to start with")
 
 
-def unusual_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each setting far from usual values, which is allowed."""
+def describe_unusual_settings(config: RunConfig) -> list[str]:
+    """Return a warning for each valid setting far from usual values."""
     training, lora = config.training, config.lora
     lines = []
     if training.learning_rate > HIGHEST_USUAL_RATE:
         lines.append(
-            f"training.learning_rate={training.learning_rate:g}: far above what AdamW trains with (1e-5 to 1e-3); "
+            f"training.learning_rate={training.learning_rate:g}: far above the usual rates of AdamW (1e-5 to 1e-3); "
             "expect the loss to rise"
         )
     if config.adapter != "none" and lora.adapter_path is None:
@@ -239,5 +234,5 @@ def unusual_settings(config: RunConfig) -> list[str]:
             )
     data, held_out = config.dataset, config.dataset.evaluation
     if held_out and all(getattr(held_out, name) == getattr(data, name) for name in ("path", "name", "split")):
-        lines.append(f"dataset.evaluation.path={held_out.path}: is the training data, and shows no overfitting")
+        lines.append(f"dataset.evaluation.path={held_out.path}: is the training data, so it cannot show overfitting")
     return lines

@@ -11,21 +11,19 @@ from typing import Any, NoReturn
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserError, one_line, shown
 from trainer.config.messages import setting_type, suggest_override
-from trainer.config.values import is_null, is_text, kinds
-from trainer.config.yaml_core import parse, plain
+from trainer.config.values import accepted_types, is_null, is_text
+from trainer.config.yaml_core import parse, parse_scalar
 
-_COLLECTION = ("[", "{")
-_QUOTES = ("'", '"')
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the name as typed and the value, for which text needs no quotes.
+    """Return the name as typed and the value, in which text needs no quotes.
 
     Raises UserError if it is not `name=value`, or brackets are not closed.
     """
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python reads other bytes
-        raise UserError(f"{text!a}: not a text in UTF-8; write it in UTF-8")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # Python's surrogates for other bytes
+        raise UserError(f"{text!a}: not UTF-8; write it in UTF-8")
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -35,20 +33,20 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"{shown(text)}: {name} has an extra dot; write {better or 'training.epochs'}=...")
     if name.startswith("-"):
         raise UserError(f"{shown(text)}: settings have no dashes; write {name.lstrip('-')}={shown(value)}")
-    return name, _value(setting_type(ALIASES.get(name, name)), name, value)
+    return name, _parse_typed(setting_type(ALIASES.get(name, name)), name, value)
 
 
-def _value(annotation: Any, name: str, value: str) -> Any:
+def _parse_typed(annotation: Any, name: str, value: str) -> Any:
     text = value.strip()
-    if text.startswith(_QUOTES):
+    if text.startswith(("'", '"')):
         with suppress(ValueError):
             if isinstance(quoted := parse(text), str):
                 return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
-    is_list_of_words = annotation is not None and tuple in kinds(annotation)
-    if not text.startswith(_COLLECTION):
-        return plain(text) if not is_list_of_words or plain(text) is None else value
+    is_list_of_words = annotation is not None and tuple in accepted_types(annotation)
+    if not text.startswith(("[", "{")):
+        return parse_scalar(text) if not is_list_of_words or parse_scalar(text) is None else value
     try:
         return parse(text)
     except ValueError:
@@ -60,7 +58,7 @@ def _value(annotation: Any, name: str, value: str) -> Any:
 
 
 def positive_int(text: str) -> int:
-    """Parse a whole number of at least 1, as the type of an argument."""
+    """Parse a whole number of at least 1; for use as the `type` of an argument."""
     try:
         value = int(text)
     except ValueError:
@@ -74,7 +72,7 @@ Main = Callable[[list[str] | None], int | None]
 
 
 def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[..., int]]:
-    """Make a command return its exit code: its own or 0, 2 for a user error, 1 for one of `failures`.
+    """Decorate a command to return an exit code: 0 or its result, 2 for a user error, 1 for one of `failures`.
 
     Errors are printed to stderr in one line.
     """
@@ -100,7 +98,6 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser with help and errors like the launcher's: boxes, and one line with exit code 2."""
 
     def __init__(self, **options: Any) -> None:
-        """Create the parser; `options` are those of argparse."""
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value as well, not an option
 
@@ -121,27 +118,27 @@ class CommandParser(argparse.ArgumentParser):
         arguments, options = self._get_positional_actions(), self._get_optional_actions()
         counts = {one.dest: getattr(one, "save_nargs", one.nargs) for one in arguments}  # saved while intermixed
         usage = [f"[{one.metavar}]..." if counts[one.dest] == "*" else f"{{{one.metavar}}}" for one in arguments]
-        with console.capture() as shown:
+        with console.capture() as capture:
             for text in (" ".join(["Usage:", self.prog, "[OPTIONS]", *usage]), self.description or ""):
                 console.print(Padding(Text(text), (0, 1)), "")
             for title, actions in (("Arguments", arguments), ("Options", [*options[1:], *options[:1]])):
                 table = Table.grid("", "", *[""] * (title == "Options"), padding=(0, 2))
                 table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
                 for action in [one for one in actions if one.help != argparse.SUPPRESS]:
-                    table.add_row(*(Text(name, "bold cyan") for name in _name(action)), Text(_help(action)))
+                    names = (Text(name, "bold cyan") for name in _format_names(action))
+                    table.add_row(*names, Text(_format_help(action)))
                 if actions:
                     console.print(Panel(table, title=title, title_align="left", border_style="dim"))
             console.print(Text(self.epilog or ""), soft_wrap=True, end="\n" * bool(self.epilog))
-        return shown.get()
+        return capture.get()
 
     def error(self, message: str) -> NoReturn:
-        """Print an error message and exit."""
         self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
 
     def describe_error(self, message: str) -> str:
-        """Return argparse's message with its fix; `--training.epochs 3` is answered with the override to write."""
+        """Return argparse's message with its fix; for a setting typed as an option, that is the override to write."""
         message = re.sub(
-            r"invalid (float|int) value: '(.*)'", lambda found: f"{found[2]}: {_NUMBERS[found[1]]}", message
+            r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", message
         )
         words = message.partition("unrecognized arguments: ")[2].split()
         if words and (override := suggest_override(words[0])):
@@ -150,12 +147,12 @@ class CommandParser(argparse.ArgumentParser):
         return f"{one_line(message)}; `{self.prog} --help` says how"
 
 
-def _name(action: argparse.Action) -> tuple[str, ...]:
+def _format_names(action: argparse.Action) -> tuple[str, ...]:
     kind = "N" if action.type in (int, positive_int) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)
 
 
-def _help(action: argparse.Action) -> str:
+def _format_help(action: argparse.Action) -> str:
     text = (action.help or "").replace("%%", "%").removesuffix(".")
     return f"{text[:1].upper()}{text[1:]}.{' [required]' * bool(action.option_strings and action.required)}"

@@ -12,14 +12,14 @@ _UNMIXED, _FROM_HUB = Needs(".mix", ((),)), Needs(".path", (HUB,))
 _TEXT = (_UNMIXED, LANGUAGE)
 
 
-def _fraction_or_count(value: Any) -> Any:
+def _check_fraction_or_count(value: Any) -> Any:
     """Accept a fraction of the records up to 0.5, or a whole number of records."""
     if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value % 1 != 0):
         raise ValueError("must be 0.5 or less, a fraction of the records, or a whole number of them")
     return value
 
 
-def _names(value: Any) -> Any:
+def _check_names(value: Any) -> Any:
     """Raise ValueError for `{prompt:ticket}`, which YAML reads as one key without a value."""
     for name in value if isinstance(value, dict) else ():
         ours, colon, theirs = str(name).partition(":")
@@ -42,26 +42,15 @@ class SourceSection(Section):
     """Files of a folder or hub dataset to read instead of all: names or patterns such as part-*.jsonl."""
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a hub dataset or of a folder that has splits."""
-    format: Annotated[
-        Literal[
-            "auto",
-            "messages",
-            "sharegpt",
-            "alpaca",
-            "prompt_completion",
-            "completion",
-            "custom",
-            "preference",
-            "unpaired",
-        ],
-        *_TEXT,
-    ] = "auto"
+    format: Annotated[Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference", "unpaired",
+    ], *_TEXT] = "auto"  # fmt: skip
     """Format of records; `auto` detects it by the field names and reports it."""
-    fields: Annotated[dict[str, str], BeforeValidator(_names), _UNMIXED] = Field(default_factory=dict)
+    fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
     """Your names of a format's fields, such as {prompt: question, completion: answer}."""
     roles: Annotated[
         dict[str, Words],
-        BeforeValidator(_names),
+        BeforeValidator(_check_names),
         Needs(".format", ("messages", "sharegpt", "preference", "unpaired")),
         *_TEXT,
     ] = Field(default_factory=dict)
@@ -86,7 +75,7 @@ class DatasetSection(SourceSection):
     """Several sources instead of `path`, each with its weight."""
     evaluation: SourceSection | None = None
     """A separate held-out source, instead of `val_split`."""
-    val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_fraction_or_count)] = 0.0
+    val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_check_fraction_or_count)] = 0.0
     """Records held out for evaluation: a fraction up to 0.5, or a number (1 or more)."""
     on_bad_record: Annotated[Literal["stop", "skip"], LANGUAGE] = "stop"
     """Reaction to a record that cannot be read or does not match its format. `stop` ends the run with exit code 2,

@@ -1,4 +1,4 @@
-"""The exception for mistakes of the user, pydantic's errors in words, and suggestions for mistyped names."""
+"""The exception for mistakes of the user, messages for pydantic's errors, and suggestions for mistyped names."""
 
 import errno
 import re
@@ -12,12 +12,12 @@ from pydantic_core import ErrorDetails, ValidationError
 
 from trainer.config.aliases import read_table
 
-WORDS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
+PROBLEMS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
 """Messages for users by pydantic's type of error."""
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
 MAX_LINES = 100
-# Sequences that a terminal obeys (colours, the window title, text typed into the shell), then single characters.
+# Terminal control sequences (colors, the window title, text typed into the shell), then single characters.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]?"
     r"|\x9b[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -25,7 +25,7 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    """Remove control characters and sequences that a terminal would obey, except tabs and newlines.
+    """Remove control characters and terminal control sequences, except tabs and newlines.
 
     All text from files, other hosts or other processes must pass through this before it reaches a terminal.
     """
@@ -35,13 +35,13 @@ def printable(text: str) -> str:
 def one_line(message: str) -> str:
     """Format a message as one printable line of bounded length.
 
-    The beginning names the setting and the end the fix, so the middle is shortened, that of long words first.
+    The beginning names the setting and the end the fix, so long words and then the line are cut in the middle.
     """
-    words = [_without_middle(word, LONGEST_WORD) for word in printable(" ".join(message.split())).split()]
-    return _without_middle(" ".join(words), LONGEST_LINE)
+    words = [_shorten(word, LONGEST_WORD) for word in printable(" ".join(message.split())).split()]
+    return _shorten(" ".join(words), LONGEST_LINE)
 
 
-def _without_middle(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     end = limit // 3
@@ -91,37 +91,36 @@ def find_path_mistake(error: OSError) -> UserError | None:
 
 
 def describe_first(error: ValidationError) -> str:
-    """Describe the first error, preceded by the dotted name of the part that has it, if any."""
+    """Describe the first error, preceded by the dotted name of its value, if any."""
     first = error.errors(include_url=False)[0]
-    # An alternative of a union is a part of the name as well.
+    # pydantic adds the alternative of a union to the name.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
     return f"{name}: {describe_problem(first)}" if name else describe_problem(first)
 
 
 def describe_problem(found: ErrorDetails) -> str:
-    """Describe the values that a setting accepts, given pydantic's error."""
-    words = WORDS.get(found["type"])
-    if words:
+    """Describe pydantic's error by the values that the setting accepts."""
+    if template := PROBLEMS.get(found["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
             for name, value in found.get("ctx", {}).items()
         }
-        return words.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py
+        return template.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py
     message = found["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     """Return the known name closest to a mistyped one, or None if none is close."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
-    matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=likeness)
+    matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=cutoff)
     return by_case[matches[0]] if matches else None
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Format a value as YAML on one printable line, without its middle if it is long."""
+    """Format a value as YAML on one printable line; long values are cut in the middle."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -131,12 +130,12 @@ def shown(value: Any, limit: int = 80) -> str:
     if isinstance(value, dict):
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
-    return _without_middle(printable(text), limit)
+    return _shorten(printable(text), limit)
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A setting that cannot be used as given, shown as `setting=value: problem; fix (place)`."""
+    """An invalid setting, shown as `setting=value: problem; fix (location)`."""
 
     setting: str
     value: Any
@@ -147,24 +146,24 @@ class Mistake:
     """Other settings that the problem depends on, separated by spaces."""
     name: str = ""
     """The name to show instead of `setting`."""
-    place: str = ""
-    """Where it was given, such as ` (run.yaml:3)`."""
+    location: str = ""
+    """Where the setting is, such as ` (run.yaml:3)`."""
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"={shown(self.value)}"
-        return f"{self.name or self.setting}{value}: {self.problem}{'; ' if self.fix else ''}{self.fix}{self.place}"
+        return f"{self.name or self.setting}{value}: {self.problem}{'; ' if self.fix else ''}{self.fix}{self.location}"
 
     @property
     def settings(self) -> set[str]:
-        """The setting and those that it involves."""
+        """The setting and those that the problem depends on."""
         return {self.setting, *self.involves.split()}
 
     def concerns(self, names: Collection[str]) -> bool:
-        """Return whether one of its settings has one of these names, or is in a section that has."""
+        """Return whether one of its settings, or a section of it, has one of these names."""
         return any(f"{setting}.".startswith(f"{name}.") for setting in self.settings for name in names)
 
 
-DATA_WANTED = Mistake(
+MISSING_DATA = Mistake(
     "dataset.path",
     None,
     "missing",

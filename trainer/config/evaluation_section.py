@@ -1,6 +1,6 @@
 """The settings of evaluation beyond the held-out loss; the text under a field is its documentation.
 
-Names of lm-eval's tasks are checked in the text of its files, since its own index takes a quarter of a minute.
+Names of lm-eval tasks are searched in the text of its files, because building its own index takes 15 seconds.
 """
 
 import re
@@ -42,7 +42,7 @@ class EvaluationSection(Section):
     answer, expected), which returns a number (higher is better). A prompt ends before the record's last trained
     turn."""
     samples: Annotated[PositiveInt, _METRICS] = 64
-    """Maximum number of held-out records to answer, the first ones with a prompt."""
+    """Maximum number of held-out records to answer: the first ones with a prompt."""
     max_new_tokens: Annotated[Count, _METRICS] = 256
     """Maximum length of an answer in tokens."""
     regex: Annotated[Annotated[str, AfterValidator(check_regex)] | None, Needs(".metrics", ("regex",))] = None
@@ -53,12 +53,11 @@ class EvaluationSection(Section):
 
     @property
     def has_scores(self) -> bool:
-        """Whether tasks or metrics are set."""
         return bool(self.tasks or self.metrics)
 
 
 def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") -> None:
-    """Raise UserError, which names `setting`, for a missing file, or a name that is nowhere in lm-eval's files."""
+    """Raise UserError, which names `setting`, for a missing file or a name that is not in lm-eval's files."""
     spec = find_spec("lm_eval") if names else None
     if names and spec is None:
         raise UserError(f"{setting}={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")

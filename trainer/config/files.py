@@ -20,12 +20,12 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
-"""Shapes of numbers used in computations: not NaN, not infinite, and not too large for their use."""
+"""Numbers used in computations: not NaN, not infinite, and not too large for their use."""
 MAX_TEXT_BYTES = 1 << 28
 
 
 class UnreadableFile(UserError):
-    """A file that exists but cannot be used; its attributes are for callers that write their own message."""
+    """A file that exists but cannot be used; callers may build their own message from its attributes."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
         self.path, self.problem, self.fix = path, problem, fix

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from trainer.config.adapter_entries import split_adapters
 from trainer.config.aliases import OTHER_TRAINERS
-from trainer.config.checks import unusual_settings
+from trainer.config.checks import describe_unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.mistakes import Given, replace_mistakes
+from trainer.config.mistakes import UserSettings, replace_mistakes
 from trainer.config.paths import is_remote, local_copy
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
@@ -31,9 +31,9 @@ class LoadedConfig:
 def load_config(
     path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
 ) -> LoadedConfig:
-    """Read a YAML file, apply `key.sub=value` overrides, and validate the whole.
+    """Read a YAML file, apply `key.sub=value` overrides, and validate the result.
 
-    With `with_lines=False`, for a file that the user did not write, mistakes do not name its lines.
+    `with_lines=False` is for a file that the user did not write: mistakes do not name its lines.
 
     Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line of the file.
     """
@@ -45,54 +45,54 @@ def load_text(
 ) -> LoadedConfig:
     """Load a configuration from a text, the content of the file `path`; see `load_config`."""
     file = parse_yaml(path, text)
-    given = Given(path, file.lines if with_lines else {})
-    mistakes = given.mistakes
+    settings = UserSettings(path, file.lines if with_lines else {})
+    mistakes, tree, notes = settings.mistakes, settings.tree, settings.notes
     for line, message in file.mistakes:
         mistakes.add_line(line, message)
-    given.add_file(file.tree)
+    settings.add_file(file.tree)
     for override in overrides:
         try:
             name, value = parse_override(override)
         except UserError as error:
             mistakes.add_override(override, str(error))
         else:
-            given.override(name, value)
-    if "output_dir" not in given.tree:
-        given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
-        given.notes.append(f"output_dir is not set; {given.tree['output_dir']} is used, named after the file")
-    elif is_remote(place := str(given.tree["output_dir"])):
-        given.notes.append(f"output_dir={place}: written to {local_copy(place)}, and copied with every checkpoint")
-    if given.tree.get("adapters"):
-        given.tree.setdefault("dataset", {})  # each adapter may have its own
+            settings.add(name, value, override=True)
+    if "output_dir" not in tree:
+        tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
+        notes.append(f"output_dir is not set; {tree['output_dir']} is used, named after the file")
+    elif is_remote(url := str(tree["output_dir"])):
+        notes.append(f"output_dir={url}: written to {local_copy(url)}, and copied with every checkpoint")
+    if tree.get("adapters"):
+        tree.setdefault("dataset", {})  # each adapter may have its own
     config: RunConfig | None
     try:
-        config = RunConfig.model_validate(given.tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         mistakes.add_values(error)
-        config = replace_mistakes(given.tree, error)
+        config = replace_mistakes(tree, error)
     if config is not None and config.adapters:
-        for mistake in split_adapters(config, given.tree):
+        for mistake in split_adapters(config, tree):
             mistakes.add(mistake)
-    left_out = {} if config is None else mistakes.add_combinations(config)
+    unused = {} if config is None else mistakes.add_combinations(config)
     if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(
             f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
-    if found := mistakes.sorted_mistakes():
+    if found := mistakes.sort():
         raise UserErrors(found)
-    if left_out:
-        given.leave_out(left_out)
-        config = RunConfig.model_validate(given.tree)
-        list(split_adapters(config, given.tree))
+    if unused:
+        settings.remove_unused(unused)
+        config = RunConfig.model_validate(tree)
+        list(split_adapters(config, tree))
     assert config is not None, "pydantic refused it without a mistake"
-    return LoadedConfig(config, (*given.notes, *unusual_settings(config)))
+    return LoadedConfig(config, (*notes, *describe_unusual_settings(config)))
 
 
 def recognize_trainer(tree: Mapping[Any, Any], *, enough: int = 2) -> str | None:
-    """Return the trainer that a file was written for; None for our files, which may have a few names of others.
+    """Return the trainer that a file was written for; None for our files, which may use a few names of others.
 
-    A file is theirs if it has at least `enough` of their names, and more than twice as many as sections of ours.
+    The file must have at least `enough` names of that trainer, and more than twice as many as sections of ours.
     """
     names = {str(name) for name in tree}
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import DATA_WANTED, Mistake, describe_problem, nearest, shown
+from trainer.config.errors import MISSING_DATA, Mistake, describe_problem, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.types import AUTO
@@ -17,7 +17,7 @@ _NO_NUMBER = ("int_type", "int_parsing", "int_from_float", "float_type", "float_
 
 
 def describe_errors(error: ValidationError) -> list[Mistake]:
-    """Return a mistake for each setting, unknown settings first."""
+    """Return a mistake for each invalid setting, unknown settings first."""
     entries = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     alternatives: dict[tuple[str, ...], list[ErrorDetails]] = {}  # pydantic reports each alternative of a union
     for entry in entries:
@@ -34,7 +34,7 @@ def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -
     if not path:
         return Mistake(ascii(shown(value)), None, "unknown setting", _ALL_LISTED)
     if found["type"] == "missing" and path == ("dataset",):
-        return DATA_WANTED
+        return MISSING_DATA
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return Mistake(name, None, "missing", f"it has no default, write `{path[-1]}: ...`{inner}")
@@ -48,37 +48,36 @@ def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -
         fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
         return Mistake(name, value, f"must be text, not a {'list' if isinstance(value, list) else 'map'}", fix)
     if found["type"] in ("model_type", "model_attributes_type") and section:
-        return section_wanted(name, section, value)
+        return section_mistake(name, section, value)
     problem, above = describe_problem(found), section_at(path[:-1])
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
         problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
-    word = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
-    if word and found["type"] in _NO_NUMBER:
-        problem += f", or {'auto' if word == str(AUTO) else word}"
+    allowed = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
+    if allowed and found["type"] in _NO_NUMBER:
+        problem += f", or {'auto' if allowed == str(AUTO) else allowed}"
     if path[-1] in FRACTIONS and isinstance(value, float) and value > 1.0:
         problem += ", or below 1 as a fraction of the run"
     return Mistake(name, value, problem)
 
 
-def section_wanted(name: str, section: type[BaseModel], value: Any) -> Mistake:
-    """Return the mistake of a section that was given a single value."""
+def section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
+    """Return the mistake of a section that has a single value."""
     first = next(iter(section.model_fields))
     return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
 
 
 def _unknown_setting(path: Sequence[str]) -> Mistake:
-    """Return the mistake of an unknown name; it involves the nearest setting of its section or else of all."""
+    """Return the mistake of an unknown name, which suggests the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
-    everywhere = {key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])} | {
-        key: ours for alias, ours in ALIASES.items() for key in (alias, alias.rsplit(".", 1)[-1])
-    }
+    settings = {setting: setting for setting in setting_names()} | ALIASES
+    candidates = {key: setting for known, setting in settings.items() for key in (known, known.rsplit(".", 1)[-1])}
     section = section_at(path[:-1])
     if name in ALIASES:
         meant = ALIASES[name]
     elif section and (close := nearest(name, section.model_fields)):
         meant = ".".join([*path[:-1], close])
     else:
-        meant = everywhere.get(nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8) or "", "")
+        meant = candidates.get(nearest(dotted, candidates, 0.8) or nearest(name, candidates, 0.8) or "", "")
     return Mistake(dotted or "''", None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 
@@ -106,9 +105,9 @@ def section_at(path: Sequence[str]) -> type[BaseModel] | None:
 
 
 def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the parts of a location that the user wrote, and the section there, if any.
+    """Return the parts of pydantic's location that the user wrote, and the section there, if any.
 
-    pydantic adds the alternatives of a union, which are neither fields nor positions nor keys of a map.
+    The other parts name alternatives of a union, which are neither fields nor positions nor keys of a map.
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []

@@ -1,4 +1,4 @@
-"""Collect the mistakes of a configuration, ordered by line of the file, then the command line."""
+"""Collect the mistakes of a configuration: those of the file by line, then those of the command line."""
 
 import copy
 from collections.abc import Iterator, Mapping, Set
@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.checks import find_invalid_combinations
 from trainer.config.errors import Mistake, shown
-from trainer.config.messages import describe_errors, section_wanted, setting_names
-from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_mistake
+from trainer.config.messages import describe_errors, section_mistake, setting_names
+from trainer.config.needs import UnusedSetting, find_unused_settings, switch_value, unused_mistake
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.zero import gathers_by_layer
@@ -26,13 +26,13 @@ class Mistakes:
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Map of our names to the names that were typed."""
+        """Our names of the configured settings -> the names that were typed."""
         self.fractions: dict[str, float] = {}
-        """Numbers of steps that were given as fractions of the run."""
+        """Settings in steps that were typed as fractions of the run -> the fraction."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
-        self._found: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
+        self._entries: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
 
     def override(self, name: str) -> None:
         """Attribute later mistakes of this setting to the command line."""
@@ -40,91 +40,96 @@ class Mistakes:
 
     def add(self, mistake: Mistake) -> None:
         """Add a mistake of a setting; only the first of a setting is reported."""
-        order, place = self._place(mistake.setting)
+        order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
         value = self.fractions.get(mistake.setting, mistake.value)
-        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place, value=value)))
+        self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
-    def add_twice(self, dotted: str, name: str) -> None:
-        """Add a setting that is given as `name` after it was given under another name."""
+    def add_duplicate(self, dotted: str, name: str) -> None:
+        """Add the mistake of a setting that was typed as `name` and before that under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
-        place = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
-        mistake = Mistake(name, None, problem, "keep one", place=place)
-        self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
+        location = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
+        mistake = Mistake(name, None, problem, "keep one", location=location)
+        self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
-        """Add a mistake that names its line of the file."""
+        """Add a message that names its line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
-        self._found.setdefault(message, ((0, max(positions, default=0)), message))
+        self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
     def add_override(self, text: str, message: str) -> None:
-        """Add an override that cannot be read."""
-        self._found.setdefault(text, ((2, len(self._overridden)), message))
+        """Add the message of an override that cannot be parsed."""
+        self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_values(self, error: ValidationError) -> None:
-        """Add pydantic's errors, except settings that are missing only because their name is misspelt."""
+        """Add pydantic's errors, except settings that are missing only because their name is misspelled."""
         found = describe_errors(error)
-        explained = {*self._found, *(name for mistake in found for name in mistake.involves.split())}
+        explained = {*self._entries, *(name for mistake in found for name in mistake.involves.split())}
         for mistake in found:
-            if self._is_given(mistake.setting) or not mistake.concerns(explained):
+            if self._is_configured(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
 
-    def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
+    def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
         """Add invalid combinations, except those that involve an invalid setting.
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
-        entries = [(name, found) for name, (_, found) in self._found.items()]
-        doubtful = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
-        unread, left_out = self._unread(config, doubtful)
-        for mistake in (*find_invalid_combinations(config), *unread):
-            if not mistake.concerns(doubtful):
+        entries = [(name, found) for name, (_, found) in self._entries.items()]
+        invalid = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
+        unused, on_purpose = self._split_unused(config, invalid)
+        for mistake in (*find_invalid_combinations(config), *unused):
+            if not mistake.concerns(invalid):
                 self.add(mistake)
-        return left_out
+        return on_purpose
 
-    def _unread(self, config: RunConfig, doubtful: Set[str]) -> tuple[list[Mistake], dict[str, list[Unread]]]:
-        """Return a mistake for each reason why given settings have no effect, and those without effect on purpose.
+    def _split_unused(
+        self, config: RunConfig, invalid: Set[str]
+    ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
+        """Return a mistake for each reason why configured settings have no effect, and those unused on purpose.
 
-        Settings in `doubtful` have a mistake of their own.
+        `invalid` settings already have a mistake.
         """
-        mistaken: dict[str, list[Unread]] = {}
-        left_out: dict[str, list[Unread]] = {}
+        mistaken: dict[str, list[UnusedSetting]] = {}
+        on_purpose: dict[str, list[UnusedSetting]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
             gather = "layer" if gathers_by_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
         names = setting_names()
-        for found in find_unread_settings(config):
+        for found in find_unused_settings(config):
             section = found.name.partition(".")[0]
-            is_whole = all(self._is_given(each) for each in names if each.startswith(f"{section}."))
-            if not self._is_given(found.name) or found.name in doubtful:
+            is_complete = all(self._is_configured(each) for each in names if each.startswith(f"{section}."))
+            if not self._is_configured(found.name) or found.name in invalid:
                 continue
-            if is_whole and found.is_default:  # a run's record has all settings
+            if is_complete and found.is_default:  # a run's record has all settings
                 continue
-            on_purpose = is_whole or found.need.replaces or self._is_switched_off(found, config)
-            (left_out if on_purpose else mistaken).setdefault(found.need.reason(config), []).append(found)
-        return [unread_mistake(settings, reason) for reason, settings in mistaken.items()], left_out
+            is_intended = is_complete or found.need.replaces or self._is_switched_off(found, config)
+            (on_purpose if is_intended else mistaken).setdefault(found.need.reason(config), []).append(found)
+        return [unused_mistake(settings, reason) for reason, settings in mistaken.items()], on_purpose
 
-    def _is_given(self, dotted: str) -> bool:
+    def _is_configured(self, dotted: str) -> bool:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
-    def _is_switched_off(self, found: Unread, config: RunConfig) -> bool:
-        """Return whether the switch was given as off, or on the command line for a setting of the file."""
-        is_in_file = self._place(found.name)[0][0] < 2
+    def _is_switched_off(self, found: UnusedSetting, config: RunConfig) -> bool:
+        """Return whether the switch was set to off, or on the command line for a setting of the file."""
+        is_in_file = not self._is_overridden(found.name)
         return any(
-            self._is_given(name) and (not switch_value(config, name) or (is_in_file and self._place(name)[0][0] == 2))
+            self._is_configured(name) and (not switch_value(config, name) or (is_in_file and self._is_overridden(name)))
             for name in found.need.switch.split()
         )
 
+    def _is_overridden(self, dotted: str) -> bool:
+        return self._locate(dotted)[0][0] == 2
+
     def count_in_file(self) -> int:
         """Return the number of mistakes in the file, excluding the command line."""
-        return sum(order[0] < 2 for order, _ in self._found.values())
+        return sum(order[0] < 2 for order, _ in self._entries.values())
 
-    def sorted_mistakes(self) -> list[Mistake | str]:
+    def sort(self) -> list[Mistake | str]:
         """Return all mistakes in order."""
-        return [mistake for _, mistake in sorted(self._found.values(), key=lambda found: (found[0], str(found[1])))]
+        return [mistake for _, mistake in sorted(self._entries.values(), key=lambda found: (found[0], str(found[1])))]
 
-    def _place(self, dotted: str) -> tuple[tuple[int, int], str]:
-        """Return the position of a setting among the mistakes, and the text that names it."""
+    def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
+        """Return a key that sorts a setting among the mistakes, and the text that names its location."""
         for name, number in self._overridden.items():
             if dotted == name or dotted.startswith(f"{name}."):
                 return (2, number), " (command line)"
@@ -138,7 +143,7 @@ class Mistakes:
 
 
 def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
-    """Return the configuration with defaults for invalid settings, or None, so that the others can be checked."""
+    """Return the configuration with defaults for invalid settings, to check the others; None if not possible."""
     valid = copy.deepcopy(dict(tree))
     for mistake in describe_errors(error):
         remove_setting(valid, mistake.setting.split("."))
@@ -162,38 +167,29 @@ def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
     above.pop(name, None)
 
 
-class Given:
-    """The tree to validate, the names under which settings were given, and notes on translated settings."""
+class UserSettings:
+    """The tree of settings to validate, and notes on those that were translated or ignored."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.tree: dict[str, Any] = {}
         self.notes: list[str] = []
         self.mistakes = Mistakes(path, lines)
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Map of our names to the names that were typed."""
-        return self.mistakes.names
-
     def add_file(self, tree: Mapping[Any, Any]) -> None:
-        """Add the settings of a file; a setting given under two names is a mistake."""
-        for name, value in self._entries(tree):
-            self._add(name, value)
+        """Add the settings of a file; a setting under two names is a mistake."""
+        for name, value in self._flatten_file(tree):
+            self.add(name, value)
 
-    def override(self, name: str, value: Any) -> None:
-        """Use this value instead of the file's."""
-        self._add(name, value, replace=True)
-
-    def leave_out(self, unread: Mapping[str, list[Unread]]) -> None:
+    def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
         """Remove settings without effect, with a note; settings that another one replaces are only noted."""
-        for reason, settings in unread.items():
+        for reason, settings in unused.items():
             for setting in settings:
                 if not setting.need.replaces:
                     remove_setting(self.tree, setting.name.split("."))
-            names = ", ".join(self.names.get(setting.name, setting.name) for setting in settings)
+            names = ", ".join(self.mistakes.names.get(setting.name, setting.name) for setting in settings)
             self.notes.append(f"{names}: no effect, because {reason}")
 
-    def _entries(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    def _flatten_file(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
             field = RunConfig.model_fields.get(key) if isinstance(key, str) else None
             kind = field.annotation if field else None
@@ -202,25 +198,26 @@ class Given:
                     self.tree.setdefault(key, {})
                     yield from ((f"{key}.{_show_key(inner)}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    self.mistakes.add(section_wanted(key, kind, value))
+                    self.mistakes.add(section_mistake(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # an empty section or seed means the default
                 yield _show_key(key), value
 
-    def _add(self, name: str, value: Any, *, replace: bool = False) -> None:
-        if replace:
+    def add(self, name: str, value: Any, *, override: bool = False) -> None:
+        """Add a setting under any of its names; `override` replaces the file's value."""
+        if override:
             self.mistakes.override(name)
-        if (name in ELSEWHERE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
+        if (name in ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
             self.notes.append(f"{name}: empty, ignored")
-        elif name in ELSEWHERE:
-            self.mistakes.add(Mistake(name, value, "not a setting here", ELSEWHERE[name]))
+        elif name in ADVICE:
+            self.mistakes.add(Mistake(name, value, "not a setting here", ADVICE[name]))
         else:
             if name in ALIASES:
                 self.notes.append(f"{name} is read as {ALIASES[name]}")
-            self._put(ALIASES.get(name, name), value, name, replace)
+            self._set_value(ALIASES.get(name, name), value, name, override)
 
-    def _put(self, dotted: str, value: Any, name: str, replace: bool) -> None:
+    def _set_value(self, dotted: str, value: Any, name: str, override: bool) -> None:
         *sections, last = dotted.split(".")
         node = self.tree
         for section in sections:
@@ -230,12 +227,12 @@ class Given:
                 self.mistakes.add(Mistake(name, shown(value), problem, "remove one of them", name=dotted))
                 return
             node = child
-        if replace:
+        if override:
             self.mistakes.override(dotted)
-        elif dotted in self.names and node[last] != value:
-            self.mistakes.add_twice(dotted, name)
+        elif dotted in self.mistakes.names and node[last] != value:
+            self.mistakes.add_duplicate(dotted, name)
             return
-        self.names[dotted] = name
+        self.mistakes.names[dotted] = name
         self.mistakes.fractions.pop(dotted, None)
         if last in FRACTIONS and isinstance(value, float):
             self.mistakes.fractions[dotted] = value

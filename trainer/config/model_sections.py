@@ -9,7 +9,7 @@ from trainer.config.paths import PathText
 from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, PositiveInt, Section, Words
 
 
-def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
+def _normalize_all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
     return ("all-linear",) if len(names) == 1 and names[0].lower() in ("all", "all-linear") else names
 
 
@@ -20,15 +20,14 @@ _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
 
 class RopeScaling(Section):
-    """Scaling of the rotary embedding, with which a model can be trained on longer sequences than it was made for."""
+    """Scaling of the rotary embedding, to train a model on longer sequences than those of its pre-training."""
 
     type: Literal["linear", "yarn", "llama3"]
-    """How frequencies are scaled: all alike (linear), or the low ones more (yarn, llama3)."""
+    """How frequencies are scaled: equally (linear), or low ones more (yarn, llama3)."""
     factor: Annotated[float, Field(gt=1.0, le=1024.0)]
     """New length as a multiple of the original one."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Length that the model was first trained with; default: that of its own scaling, else its max_position_embeddings.
-    """
+    """Length of the model's pre-training; default: that of its own scaling, else its max_position_embeddings."""
 
 
 class ModelSection(Section):
@@ -72,7 +71,7 @@ class LoraSection(Section):
     """Scale of the update s B A: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's input."""
-    target_modules: Annotated[LayerNames, AfterValidator(_all_linear), _NEW] = ("all-linear",)
+    target_modules: Annotated[LayerNames, AfterValidator(_normalize_all_linear), _NEW] = ("all-linear",)
     """`all-linear` (all linear layers of the language model including experts, except the output head), or the last
     parts of layer names, such as q_proj, or regular expressions that match whole paths, as in PEFT; for experts
     gate_proj, w1, experts.*.up_proj or mlp.experts. A router is adapted only if it is named."""
@@ -92,7 +91,7 @@ class LoraSection(Section):
     """Rank of each expert's adapter. `r`: as for other layers, like PEFT's target_parameters and Unsloth. `r/top_k`:
     divided by the number of experts per token, so that each token uses a total rank of r; takes less memory."""
     target_parameters: Annotated[Words, _NEW] = ()
-    """Additional weights to adapt that are not layers, by the last parts of their names, as in PEFT."""
+    """Additional parameters to adapt that are not layers, by the last parts of their names, as in PEFT."""
     rslora: Annotated[bool, _NEW] = False
     """Rank-stabilized scale alpha / sqrt(r)."""
     dora: Annotated[bool, _NEW] = False
@@ -120,18 +119,18 @@ class VisionSection(Section):
     """Training on images in conversations, for models of text and images."""
 
     train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
-    """What is trained next to the language model. `projector`: the layers that map image features to its embeddings,
-    in full. `lora`: adapters on the layers of image tower and projector that `lora.target_modules` names."""
+    """Parts to train besides the language model. `projector`: the layers that map image features to its embeddings, in
+    full. `lora`: adapters on the layers of image tower and projector that `lora.target_modules` names."""
     cache: bool = False
-    """Compute the features of all images before training and keep them in `dataset.cache_dir`. Steps are then those of
-    text; needs 2 H bytes an image token in bf16, with H the width of the language model."""
+    """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps take as
+    long as with text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
 
 
 class QuantizationSection(Section):
     """The quantized base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matrix products."""
 
     bits: Literal[4, 8] = 4
-    """Bits per weight; follows from `quant_type` if not given."""
+    """Bits per weight; default: those of `quant_type`."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
     """nf4, fp4: 4 bits, dequantized for each product. fp8 (Hopper, Ada): 8 bits and the fastest steps, W and its input
     in e4m3 with a scale per row and per token. int8: the same in int8, from compute capability 7.5 on."""
@@ -148,7 +147,7 @@ class QuantizationSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _infer_bits(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("quant_type") in EIGHT_BIT and "bits" not in given:
-            return given | {"bits": 8}
-        return given
+    def _infer_bits(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and settings.get("quant_type") in EIGHT_BIT and "bits" not in settings:
+            return settings | {"bits": 8}
+        return settings

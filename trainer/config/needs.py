@@ -1,4 +1,4 @@
-"""Settings that have an effect only if another setting has a certain value, declared in the metadata of fields."""
+"""Settings that only have an effect if another setting has a certain value, as declared in the metadata of fields."""
 
 import os
 import re
@@ -16,7 +16,7 @@ HUB = "a name on the hub"
 
 @dataclass(frozen=True)
 class Needs:
-    """The switch of a setting, which has an effect only if the switch has one of `values` (default: any true value).
+    """The switch of a setting that only has an effect if the switch has one of `values` (default: any true value).
 
     `switch` is the name of a setting, or several names separated by spaces, one of which is enough; a leading dot
     stands for the section of the field. A field with several `Needs` needs all of them.
@@ -25,14 +25,14 @@ class Needs:
     switch: str
     values: tuple[Any, ...] = ()
     replaces: bool = False
-    """Whether the switch takes precedence over the setting, so that giving both is allowed."""
+    """Whether the switch takes precedence over the setting, so that both are allowed."""
 
     def is_met(self, config: BaseModel, setting: str) -> bool:
         """Return whether the setting has an effect, or may have one if that is not known yet."""
         if setting in self.switch.split():
             return True
-        found = [switch_value(config, name) for name in self.switch.split()]
-        return any(value is _UNKNOWN or self._allows(value) for value in found)
+        values = [switch_value(config, name) for name in self.switch.split()]
+        return any(value is _UNKNOWN or self._allows(value) for value in values)
 
     def _allows(self, value: Any) -> bool:
         if not self.values:
@@ -41,7 +41,7 @@ class Needs:
 
     @property
     def is_absence(self) -> bool:
-        """Whether the switch must not be given."""
+        """Whether the switch must be unset."""
         return self.values in ((None,), ((),))
 
     def reason(self, config: BaseModel) -> str:
@@ -62,7 +62,7 @@ LANGUAGE = Needs("task", ("language", "preference", "reward"))
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnusedSetting:
     """A setting that has no effect."""
 
     name: str
@@ -75,22 +75,22 @@ _UNKNOWN = object()
 """The value of a switch that does not exist or is decided later."""
 
 
-def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
+def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
     """Yield every setting that is not false, 0, empty or none, and has no effect."""
-    found = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
-    everywhere = set.intersection(*({unread.name for unread in each} for each in found))
-    yield from (unread for unread in found[0] if unread.name in everywhere)
+    by_run = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
+    in_all = set.intersection(*({unused.name for unused in each} for each in by_run))
+    yield from (unused for unused in by_run[0] if unused.name in in_all)
 
 
-def find_settings_of_other_tasks(config: Any, task: str) -> Iterator[Unread]:
-    """Yield the given settings that another `task` reads."""
-    for setting in find_unread_settings(config.model_copy(update={"task": task})):
+def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
+    """Yield the settings with other values than the default that only other tasks read."""
+    for setting in find_unused_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
 
 
-def unread_mistake(settings: Sequence[Unread], reason: str) -> Mistake:
-    """Return the mistake of settings that the same switch turns off."""
+def unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
+    """Return the mistake of settings that are turned off by the same switch."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
@@ -119,7 +119,7 @@ def switch_value(config: Any, name: str) -> Any:
     return value
 
 
-def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[Unread]:
+def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[UnusedSetting]:
     # With `auto` resolved. At the top only sections have needs; a section with required fields has no defaults.
     has_defaults = prefix and not any(field.is_required() for field in type(section).model_fields.values())
     defaults = dict(type(section)()) if has_defaults else {}
@@ -132,4 +132,4 @@ def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[N
             for at, each in enumerate(value):
                 yield from _walk(config, each, f"{dotted}.{at}.", needs)
         elif value and (failed := next((need for need in needs if not need.is_met(config, dotted)), None)):
-            yield Unread(dotted, value, value == defaults.get(name), failed)
+            yield UnusedSetting(dotted, value, value == defaults.get(name), failed)

@@ -1,6 +1,6 @@
 """Settings that are paths: `~` and environment variables are expanded, and impossible names are refused.
 
-A URL of an object store, such as s3://bucket/run, has a local copy; both names are computed from each other.
+A URL of an object store, such as s3://bucket/run, has a local copy; either name can be computed from the other.
 """
 
 import os
@@ -50,19 +50,19 @@ def is_remote(text: str) -> bool:
 def local_copy(url: str) -> Path:
     """Return the path of a URL's local copy in the cache."""
     scheme, _, rest = url.partition("://")
-    return _copies().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
+    return _cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 
 
-def remote_place(path: Path) -> str | None:
-    """Return the URL that a path is the local copy of; None for any other path."""
+def remote_url(path: Path) -> str | None:
+    """Return the URL of the object that a path is a local copy of; None for any other path."""
     path = path.absolute()
-    if not path.is_relative_to(_copies()):
+    if not path.is_relative_to(_cache_folder()):
         return None
-    scheme, *rest = path.relative_to(_copies()).parts
+    scheme, *rest = path.relative_to(_cache_folder()).parts
     return f"{scheme}://{'/'.join(rest)}"
 
 
-def _copies() -> Path:
+def _cache_folder() -> Path:
     return Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser().absolute() / "stores"
 
 
@@ -79,9 +79,9 @@ def _expand_unless_template(text: str) -> str:
 
 
 def _parse_checkpoint(value: Any) -> Any:
-    word = str(value).strip().lower()
-    if word in ("true", "false"):
-        return "latest" if word == "true" else None
+    text = str(value).strip().lower()
+    if text in ("true", "false"):
+        return "latest" if text == "true" else None
     return _expand_output(value) if isinstance(value, str) else value
 
 

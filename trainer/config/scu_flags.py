@@ -1,6 +1,6 @@
 """The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
 
---model, --data and --measure are not in the guide. Its target was found with the measure `factors`, for which S starts
+--model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`, for which S starts
 far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every 100 steps instead of
 200, because the guide resumes from checkpoint-500.
 """
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -18,6 +20,7 @@ from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
 from trainer.config.files import Count, UnreadableFile, read_json, read_value
 from trainer.config.load import LoadedConfig, load_config
+from trainer.config.values import set_dotted
 from trainer.config.yaml_core import read_yaml
 
 CONFIG_FILE = "scu-train.yaml"
@@ -38,10 +41,9 @@ class _RankParser(CommandParser):
 
 
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
-    """Parse the flags; `by_rank` also allows flags added by other launchers.
+    """Parse the flags; `given` in the result has the names of the flags that were typed or come from --card.
 
-    `given` in the result has the names of the flags that were typed or come from --card. With `by_rank` wrong flags
-    raise UserError.
+    `by_rank` also allows flags added by other launchers, and raises UserError for wrong flags.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -49,12 +51,12 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     typed = parser.parse_intermixed_args(arguments, argparse.Namespace(**dict.fromkeys(names, untyped)))
     given = {name for name in names if getattr(typed, name) is not untyped}
     options = vars(parser.parse_intermixed_args(arguments))
-    recipe = {
+    card = {
         name: value
         for name, value in CARDS.get(options["card"], {}).items()
         if name not in given and not (name in ("fp16", "bf16") and given & {"fp16", "bf16"})
     }
-    return argparse.Namespace(**(options | recipe), given=frozenset(given | recipe.keys()))
+    return argparse.Namespace(**(options | card), given=frozenset(given | card.keys()))
 
 
 def _build_parser(by_rank: bool) -> CommandParser:
@@ -79,14 +81,14 @@ def _build_parser(by_rank: bool) -> CommandParser:
     return parser
 
 
-def settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
+def build_settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
     """Convert the flags to the tree of a YAML file; without a `held_out` file, 5 % of `data` is held out."""
-    given = vars(options)
-    limited = given | {name: min(given[name], most) for name, most in TEST_RUN.items() if options.test_run}
+    values = vars(options)
+    values = values | {name: min(values[name], limit) for name, limit in TEST_RUN.items() if options.test_run}
     tree: dict[str, Any] = deepcopy(_TABLES["settings"])
     for flag, [name, *others] in SETTINGS.items():
         if not others and flag not in ("fp16", "bf16"):
-            _set(tree, name, limited[flag])
+            set_dotted(tree, name, values[flag])
     tree["adapter"] = "qlora" if options.four_bit else "lora"
     tree["lora"] = {"r": options.lora_r, "alpha": 2.0 * max(1, options.lora_r)}
     tree["dataset"]["path"] = data
@@ -101,7 +103,7 @@ def settings(options: argparse.Namespace, data: str, held_out: str | None) -> di
 
 
 def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the settings of the run to resume, changed by the flags that were given; None if nothing is resumed.
+    """Return the settings of the run to resume, changed by the typed flags; None if no run is resumed.
 
     Raises UserError if the checkpoint or the record of its run is missing or damaged.
     """
@@ -120,10 +122,10 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
             "use a checkpoint-N in the output folder of a run"
         ) from None
     tree["output_dir"] = str(run)
-    changed = settings(options, options.data or "", None)
+    changed = build_settings(options, options.data or "", None)
     for flag in (*options.given, "resume_from_checkpoint"):
         for name in SETTINGS.get(flag, ()):
-            _set(tree, name, _get(changed, name))
+            set_dotted(tree, name, reduce(getitem, name.split("."), changed))
     return tree
 
 
@@ -142,18 +144,8 @@ def _list_checkpoints(run: Path) -> str:
     return f"{run} has {names}" if names else f"{run} has no checkpoints"
 
 
-def _get(tree: dict[str, Any], name: str) -> Any:
-    section, _, key = name.rpartition(".")
-    return tree[section][key] if section else tree[key]
-
-
-def _set(tree: dict[str, Any], name: str, value: Any) -> None:
-    section, _, key = name.rpartition(".")
-    (tree.setdefault(section, {}) if section else tree)[key] = value
-
-
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
-    """Load the configuration that was written for the flags; raises UserError that names flags, not settings."""
+    """Load the configuration that was written for the flags; raises UserErrors that name flags, not settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:
@@ -162,15 +154,15 @@ def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
 
 
 def _name_flag(mistake: Mistake | str, flags: Mapping[str, str]) -> Mistake | str:
-    """Replace the name of a setting by the flag that set it, unless `key=value` did."""
-    if isinstance(mistake, str) or mistake.place or mistake.setting not in flags:
+    """Replace the name of a setting by the flag that sets it, unless `key=value` does."""
+    if isinstance(mistake, str) or mistake.location or mistake.setting not in flags:
         return mistake
     flag = flags[mistake.setting]
     return replace(mistake, name=FLAG_NAMES.get(flag, f"--{flag.replace('_', '-')}"))
 
 
 def open_log(output: Path) -> IO[bytes]:
-    """Open the guide's log in the run's logs for appending, with a link in ./logs if possible, where the guide has it.
+    """Open the guide's log in the run's folder for appending; link it in ./logs, the guide's location, if possible.
 
     Raises UserError if the log cannot be written.
     """

@@ -17,7 +17,7 @@ PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
-"""With the best fixed lambda, S of the update ends at 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
+"""With the best fixed lambda, S of the update ends at 1.5 or 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
 """lambda S converged to 0.140 to 0.194 with a strong penalty on the two texts of docs/lab/scu.md; a slightly smaller
 start lets S reach the target."""
@@ -93,12 +93,12 @@ class ScuSection(Section):
         """Replace `auto` by numbers, except for the target, which may depend on the model."""
         if not isinstance(settings, dict):
             return settings
-        known = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
-        known = KL_LAW if settings.get("measure") == "kl" else known
-        known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.03}
+        defaults = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
+        defaults = KL_LAW if settings.get("measure") == "kl" else defaults
+        defaults = defaults | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.03}
         start = _choose_start(settings) if settings.get("law") != "published" else None
-        known = known | {"lambda_start": _clamp_start(settings, known["lambda_start"] if start is None else start)}
-        return settings | {name: value for name, value in known.items() if settings.get(name, "auto") == "auto"}
+        defaults["lambda_start"] = _clamp_start(settings, defaults["lambda_start"] if start is None else start)
+        return settings | {name: value for name, value in defaults.items() if settings.get(name, "auto") == "auto"}
 
 
 def _choose_start(settings: dict[str, Any]) -> float | None:
@@ -122,13 +122,13 @@ class ParallelSection(Section):
     """How ranks divide the work, in addition to ZeRO."""
 
     sequence: Annotated[Count, LANGUAGE] = 1
-    """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens,
-    and of the attention heads. Must divide the ranks and the attention heads. The global batch is that of ranks / this
-    number."""
+    """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens
+    and of the attention heads. Must divide the number of ranks and of attention heads. The global batch is that of
+    ranks / this number."""
 
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "comet_ml")
-"""Services that show metrics, by the names of their packages and of transformers."""
+"""Experiment trackers, by the names of their packages, which transformers also uses."""
 
 
 class LoggingSection(Section):
@@ -147,7 +147,7 @@ class LoggingSection(Section):
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a progress bar on a terminal, else a line every `logging_steps`."""
     profile_steps: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number of steps at the end to record with torch.profiler: a trace per rank in profile/, for Perfetto."""
+    """Number of final steps to record with torch.profiler: a trace per rank in profile/, for Perfetto."""
 
 
 class OutputSection(Section):
@@ -189,7 +189,7 @@ class RunConfig(Section):
     base_model: PathText
     """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
     task: Literal["auto", "language", "preference", "reward", "image"] = "auto"
-    """What is trained: a language model on texts or conversations (`language`) or on pairs of a better and a worse
+    """Kind of training: a language model on texts or conversations (`language`) or on pairs of a better and a worse
     answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a
     model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
@@ -243,7 +243,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _share_settings(self) -> "RunConfig":
-        if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations
+        if self.task == "reward":  # in a copy, because configurations share the default section
             self.__dict__["model"] = self.model.model_copy()
             self.model._has_score = True
         if self.vision.train != "none":

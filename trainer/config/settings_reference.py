@@ -49,9 +49,9 @@ def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[st
 def _setting_lines(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
     default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
     head = f"{name}: {_type_text(field.annotation, field.metadata)} ({default})"
-    others = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
+    aliases = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
     text = " ".join((field.description or "").split())
-    also = f" Also read: {', '.join(others)}." if others else ""
+    also = f" Also read: {', '.join(aliases)}." if aliases else ""
     return [
         *textwrap.wrap(head, width, subsequent_indent="  ", break_on_hyphens=False),
         *textwrap.wrap(
@@ -81,6 +81,6 @@ def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
     # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
     signs = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
-    found = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]
-    bounds = [f"{sign} {getattr(bound, name)}" for bound, name, sign in found]
+    known = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]
+    bounds = [f"{sign} {getattr(bound, name)}" for bound, name, sign in known]
     return f" {', '.join(bounds)}" if bounds else ""

@@ -1,4 +1,4 @@
-"""The settings of preference training; the text under a field is its documentation."""
+"""The settings of single tasks: preferences, rewards and images; the text under a field is its documentation."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -18,8 +18,8 @@ WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 _LOGIT_NORMAL, _SAMPLES = Needs(".times", ("logit_normal",)), Needs("logging.sample_prompts")
 
 
-def _weights(value: Any) -> Any:
-    """Read one name as a loss of weight 1, and a list as several. Raises ValueError for other names and weights."""
+def _parse_loss_weights(value: Any) -> Any:
+    """Convert a name or a list of names to losses of weight 1. Raises ValueError for other names and weights."""
     names = [value] if isinstance(value, str) else value
     weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
     if not isinstance(weights, dict) or not weights:
@@ -30,14 +30,14 @@ def _weights(value: Any) -> Any:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {name} must be a number above 0")
     if "kto" in weights and len(weights) > 1:
-        raise ValueError("kto learns from labelled answers and the others from pairs; use kto alone, or leave it out")
+        raise ValueError("kto learns from labeled answers and the others from pairs; use kto alone, or remove it")
     return weights
 
 
 class PreferenceSection(Section):
     """Settings of `task: preference`: training on pairs of a chosen and a rejected answer."""
 
-    loss: Annotated[dict[str, float], BeforeValidator(_weights)] = Field("dpo", validate_default=True)
+    loss: Annotated[dict[str, float], BeforeValidator(_parse_loss_weights)] = Field("dpo", validate_default=True)
     """Loss of a pair, by the names of TRL (`dpo` is its `sigmoid`), or several with their weights, such as
     {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it. `kto`
     learns from single answers with a label."""
@@ -49,8 +49,8 @@ class PreferenceSection(Section):
     `lora.adapter_path` that adapter is the reference, which must be `cached`. `none`: a reference that gives all
     answers the same probability. `auto`: `step` if a loss needs a reference."""
     share_prompt: Literal["auto"] | bool = False
-    """Whether the prompt of a pair is computed once for both answers, with equal losses; not for `kto`. `auto`: if that
-    saves at least 10 % of the tokens, and a pass shows that the model supports it."""
+    """Compute the prompt of a pair once for both answers, which does not change the loss; not for `kto`. `auto`: if it
+    saves at least 10 % of the tokens, and a test pass shows that the model supports it."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Probability that chosen and rejected are swapped, for `dpo`, `robust`, `exo_pair`, `cpo` and
     `simpo`."""
@@ -64,10 +64,10 @@ class PreferenceSection(Section):
     """`wpo` multiplies the loss of a pair by the probability of both answers under the trained model, relative to
     answers that it would generate itself (WPO; TRL's use_weighting). This approximates on-policy data."""
     desirable_weight: Positive = 1.0
-    """Weight of answers labelled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
+    """Weight of answers labeled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""
     undesirable_weight: Positive = 1.0
-    """Weight of answers labelled false in the loss of `kto`."""
+    """Weight of answers labeled false in the loss of `kto`."""
 
 
 class RewardSection(Section):

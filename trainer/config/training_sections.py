@@ -27,18 +27,18 @@ from trainer.config.types import (
 )
 
 FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
-"""Settings in steps that may be a fraction of the run -> the setting that it becomes without max_steps."""
+"""Settings in steps that may be a fraction of the run -> the setting that replaces them without max_steps."""
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer that `training.optimizer` names, a row of optimizers.yaml."""
+    """A value of `training.optimizer`, as described in optimizers.yaml."""
 
     path: str
     state: Sequence[str]
     bits: int = 32
-    whole: bool = False
+    needs_matrices: bool = False
     takes: Sequence[str] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -112,9 +112,9 @@ class TrainingSection(Section):
     min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr", "warmup_stable_decay"))] = 0.0
     """Final learning rate as a fraction of the peak, for cosine_with_min_lr and warmup_stable_decay."""
     lr_cycles: Annotated[PositiveInt, Needs(".lr_scheduler", ("cosine_with_restarts",))] = 1
-    """Number of times that cosine_with_restarts falls to zero."""
+    """Number of cycles of cosine_with_restarts, each of which falls to zero."""
     decay_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("warmup_stable_decay",))] = 0.1
-    """Fraction of the steps, at the end, in which the learning rate of warmup_stable_decay falls (by a cosine)."""
+    """Fraction of the steps, at the end, in which the learning rate of warmup_stable_decay decays (as a cosine)."""
     warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
     """Fraction of the steps for warm-up, in which the learning rate rises from zero."""
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
@@ -139,8 +139,8 @@ class TrainingSection(Section):
     label_smoothing: Annotated[float, Field(gt=0.0, lt=1.0), Needs(".loss", ("label_smoothing",))] = 0.1
     """Fraction of the target that `loss: label_smoothing` spreads evenly over the vocabulary."""
     neftune_noise_alpha: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
-    """Add uniform noise of up to this, over the square root of row length x hidden size, to the input embeddings in
-    training (NEFTune; 5 is usual); 0: none."""
+    """Add uniform noise to the input embeddings in training, up to this divided by the square root of row length x
+    hidden size (NEFTune; 5 is usual); 0: none."""
     optimizer: Literal[
         "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit",
         "adafactor", "muon", "schedule_free_adamw",
@@ -171,11 +171,11 @@ class TrainingSection(Section):
     attention and cheap operations around frozen products and recomputes the rest. `auto`: recompute as few layers as
     the memory estimate requires."""
     gradient_checkpointing_layers: PositiveInt | None = None
-    """Recompute only this many decoder layers, the first ones, for memory and time between those of none and all.
-    Default: all layers."""
+    """Recompute only the first N decoder layers, for memory and time between those of none and all. Default: all
+    layers."""
     offload_activations: bool = False
-    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without
-    room there stay on the GPU."""
+    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without room there stay on
+    the GPU."""
     tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = False
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
@@ -251,24 +251,24 @@ class TrainingSection(Section):
 
     @property
     def compared_metric(self) -> str:
-        """The metric that evaluations are compared by."""
+        """The metric by which evaluations are compared."""
         return self.best_metric if self.best_checkpoint or self.early_stopping else "loss"
 
     @model_validator(mode="before")
     @classmethod
-    def _read_fractions_of_the_run(cls, given: Any) -> Any:
-        """Accept `eval_steps: 0.25` and `save_steps: 0.25`, a quarter of the run, as in transformers."""
-        if not isinstance(given, dict):
-            return given
-        given = dict(given)
-        epochs, steps = given.get("epochs", 1), given.get("max_steps")
+    def _parse_fractions_of_run(cls, settings: Any) -> Any:
+        """Convert `eval_steps: 0.25` and `save_steps: 0.25`, a quarter of the run, as in transformers."""
+        if not isinstance(settings, dict):
+            return settings
+        settings = dict(settings)
+        epochs, steps = settings.get("epochs", 1), settings.get("max_steps")
         for name, other in FRACTIONS.items():
-            if isinstance(fraction := given.get(name), float) and 0.0 < fraction < 1.0:
+            if isinstance(fraction := settings.get(name), float) and 0.0 < fraction < 1.0:
                 if isinstance(steps, int):
-                    given[name] = math.ceil(fraction * steps)
+                    settings[name] = math.ceil(fraction * steps)
                 elif isinstance(epochs, (int, float)) and epochs > 0:
-                    given[other] = 1 / (given.pop(name) * epochs)
-        return given
+                    settings[other] = 1 / (settings.pop(name) * epochs)
+        return settings
 
 
 def collective_timeout(training: TrainingSection) -> float:

@@ -29,8 +29,8 @@ Positive = Annotated[float, Field(gt=0.0, le=1e6)]
 NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
-def _list_of_words(value: Any) -> Any:
-    """Accept a word, a comma-separated line or a list; `none`, [none] and null mean an empty list."""
+def _parse_words(value: Any) -> Any:
+    """Convert a word, a comma-separated line or a list to a list; `none`, [none] and null mean an empty list."""
     if value is None or value in ("none", ["none"], ("none",)):
         return []
     if isinstance(value, str):
@@ -45,10 +45,10 @@ def is_pattern(name: str) -> bool:
     return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
 
 
-def _list_of_names(value: Any) -> Any:
-    """Accept a list of words; a comma within brackets is part of a regular expression."""
+def _parse_layer_names(value: Any) -> Any:
+    """Convert to a list of words; a comma within brackets is part of a regular expression."""
     if not isinstance(value, str) or not is_pattern(value):
-        return _list_of_words(value)
+        return _parse_words(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]
 
 
@@ -67,51 +67,50 @@ def _check_patterns(names: Any) -> Any:
     return names
 
 
-def _list_of_texts(value: Any) -> Any:
+def _parse_texts(value: Any) -> Any:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
 
 
-def _auto_number(value: Any) -> Any:
+def _parse_auto(value: Any) -> Any:
     if str(value) == str(AUTO):
         raise ValueError("below zero; write auto to let the memory estimate choose")
     return AUTO if isinstance(value, str) and value.strip().lower() == "auto" else value
 
 
-def _auto_word(value: int) -> int | str:
+def _format_auto(value: int) -> int | str:
     return "auto" if value == AUTO else value
 
 
 # The JSON schema, used by editors, describes the accepted values, not the parsed ones.
 _WORDS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
-
 _STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
 _BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65_536}, {"const": "auto"}]}
 
 Words = Annotated[
-    tuple[str, ...], Field(max_length=10_000), BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)
+    tuple[str, ...], Field(max_length=10_000), BeforeValidator(_parse_words), WithJsonSchema(_WORDS_SCHEMA)
 ]
 LayerNames = Annotated[
     tuple[str, ...],
     Field(max_length=10_000),
-    BeforeValidator(_list_of_names),
+    BeforeValidator(_parse_layer_names),
     AfterValidator(_check_patterns),
     WithJsonSchema(_WORDS_SCHEMA),
 ]
 LayerRanks = Annotated[dict[str, Annotated[int, Field(ge=1, le=32_768)]], AfterValidator(_check_patterns)]
 LayerAlphas = Annotated[dict[str, Positive], AfterValidator(_check_patterns)]
-Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_list_of_texts)]
+Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_parse_texts)]
 ResumeChanges = Annotated[
     tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
-    BeforeValidator(_list_of_words),
+    BeforeValidator(_parse_words),
     WithJsonSchema(_WORDS_SCHEMA),
 ]
 BatchSize = Annotated[
-    Count | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
+    Count | Literal[-1], BeforeValidator(_parse_auto), PlainSerializer(_format_auto), WithJsonSchema(_BATCH_SCHEMA)
 ]
 Stage = Annotated[
-    Literal[-1, 0, 1, 2, 3], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_STAGE_SCHEMA)
+    Literal[-1, 0, 1, 2, 3], BeforeValidator(_parse_auto), PlainSerializer(_format_auto), WithJsonSchema(_STAGE_SCHEMA)
 ]
 
 
@@ -124,5 +123,5 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_as_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+    def _parse_as_declared_type(cls, value: Any, info: ValidationInfo) -> Any:
         return parse_value(cls.model_fields[str(info.field_name)].annotation, value)

@@ -1,4 +1,4 @@
-"""Conversion of values to the types of settings, where YAML and pydantic are too strict or too lenient.
+"""Convert values to the types of settings, where YAML and pydantic are too strict or too lenient.
 
 Numbers and booleans are not converted to each other; text such as `"2"` or `1_000` is a number for numeric settings;
 `None` and `none` are null for optional settings.
@@ -8,66 +8,66 @@ import re
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from trainer.config.yaml_core import plain
+from trainer.config.yaml_core import parse_scalar
 
 _NULL = ("none", "null", "~")
 _TRUE, _FALSE = ("true", "yes", "on", "y"), ("false", "no", "off", "n")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(_[0-9]{3})+")
 
 
-def kinds(annotation: Any) -> frozenset[Any]:
+def accepted_types(annotation: Any) -> frozenset[Any]:
     """Return the types that a setting accepts; Literal for words, plus the types of other literals."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return kinds(arguments[0])
+        return accepted_types(arguments[0])
     if origin is Literal:
         return frozenset({Literal, *(type(value) for value in arguments if not isinstance(value, str))})
     if origin in (Union, UnionType):
-        return frozenset().union(*map(kinds, arguments))
+        return frozenset().union(*map(accepted_types, arguments))
     return frozenset({origin or annotation})
 
 
-def words(annotation: Any) -> frozenset[str]:
+def accepted_words(annotation: Any) -> frozenset[str]:
     """Return the words that a setting accepts in any case."""
     if annotation is Any:
         return frozenset()
     if get_origin(annotation) is Literal:
         return frozenset(value for value in get_args(annotation) if isinstance(value, str))
-    return frozenset().union(*map(words, get_args(annotation)))
+    return frozenset().union(*map(accepted_words, get_args(annotation)))
 
 
 def is_text(annotation: Any) -> bool:
     """Return whether a setting accepts any text."""
-    return str in kinds(annotation) <= {str, NoneType}
+    return str in accepted_types(annotation) <= {str, NoneType}
 
 
 def is_null(annotation: Any, value: str) -> bool:
     """Return whether this text means null for a setting of this type."""
-    return NoneType in kinds(annotation) and value.strip().lower() in _NULL
+    return NoneType in accepted_types(annotation) and value.strip().lower() in _NULL
 
 
 def parse_value(annotation: Any, value: Any) -> Any:
-    """Convert a value to the type of its setting; raises ValueError for ambiguous values such as `yes` or 1."""
-    wanted = kinds(annotation)
-    is_number = bool(wanted & {int, float})
+    """Convert a value to the type of its setting; raises ValueError for a boolean written as `yes` or 1."""
+    types = accepted_types(annotation)
+    is_number = bool(types & {int, float})
     if isinstance(value, bool):
-        if is_number and bool not in wanted:
-            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number")
+        if is_number and bool not in types:
+            raise ValueError(f"must be a {'whole ' * (float not in types)}number")
         return value
     if isinstance(value, str) and is_null(annotation, value):
         return None
-    if isinstance(value, str) and Literal in wanted and (word := value.strip().lower()) in words(annotation):
+    if isinstance(value, str) and Literal in types and (word := value.strip().lower()) in accepted_words(annotation):
         return value if value == "None" else word  # Python's None is not the word `none`
     if is_number and isinstance(value, str):
-        number = plain(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
+        number = parse_scalar(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             return number
         if _is_python_number(value):
-            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, such as 1000 or 1e3")
-        if bool not in wanted:
+            raise ValueError(f"must be a {'whole ' * (float not in types)}number, such as 1000 or 1e3")
+        if bool not in types:
             return value
-    if bool in wanted and value is not None and not (is_number and isinstance(value, (int, float))):
-        *others, last = ["true", "false", *sorted(words(annotation)), *["a number"] * is_number]
+    if bool in types and value is not None and not (is_number and isinstance(value, (int, float))):
+        *others, last = ["true", "false", *sorted(accepted_words(annotation)), *["a number"] * is_number]
         allowed = f"must be {', '.join(others)} or {last}"
         word = str(value).strip().lower()
         if isinstance(value, (int, float)) and value in (0, 1):
@@ -78,6 +78,16 @@ def parse_value(annotation: Any, value: Any) -> Any:
             raise ValueError(f"{allowed}, not text; write {str(word in _TRUE).lower()}")
         raise ValueError(allowed)
     return value
+
+
+def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a value under a dotted name, and create its sections; a value in place of a section is replaced."""
+    *sections, last = dotted.split(".")
+    for section in sections:
+        if not isinstance(tree.get(section), dict):
+            tree[section] = {}
+        tree = tree[section]
+    tree[last] = value
 
 
 def _is_python_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""YAML 1.2 (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
+"""Read and write YAML 1.2 (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
 
 In YAML 1.1, and so in PyYAML, these are 8, text, 90, true and a date.
 """
@@ -16,8 +16,15 @@ from trainer.config.files import UnreadableFile, decode_text, read_bytes
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
 """Limits the expansion of nested anchors, which reach billions of values in a few lines."""
-
 PRESETS = "presets are in configs/"
+# The beginning of PyYAML's problem -> how to fix it.
+_HINTS = {
+    "but found another document": "one file holds one configuration, remove the ---",
+    "expected <block end>": "indent the settings of a section equally",
+    "could not determine a constructor for the tag": "remove the tag, which begins with !",
+    "expected '<document start>'": "write settings as `name: value`, and no line of three dots between them",
+    "mapping values are not allowed": "put text with a colon in quotes",
+}
 # Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
 TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
@@ -43,7 +50,7 @@ class YamlFile:
 
 
 class Yaml11Loader(yaml.SafeLoader):
-    """Loader of YAML 1.1 as in Axolotl (PyYAML) and LLaMA-Factory (OmegaConf), which records duplicate keys.
+    """Load YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and record duplicate keys.
 
     The last of several values of a key counts. Dates are text, as in OmegaConf, and other types have no tags.
     """
@@ -78,7 +85,7 @@ for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
 
 
 class _CoreLoader(Yaml11Loader):
-    """Loader of YAML 1.2."""
+    """Load YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
 
@@ -94,7 +101,7 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Dumper that quotes text which either version of YAML would read as another type."""
+    """Dump YAML with quotes around text that either version of YAML would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
@@ -110,12 +117,12 @@ _CoreDumper.add_representer(str, _CoreDumper.represent_text)
 
 
 def dump(tree: Any, **style: Any) -> str:
-    """Format values as YAML that is the same in versions 1.1 and 1.2; `style` is passed to PyYAML."""
+    """Format values as YAML that has the same meaning in versions 1.1 and 1.2; `style` is passed to PyYAML."""
     return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def parse(text: str) -> Any:
-    """Return the value of a YAML text without comments; raises ValueError or UserError."""
+    """Parse a YAML text without comments; raises ValueError, or UserError for duplicate keys."""
     try:
         loader = _CoreLoader(text)  # refuses control characters
         node = loader.get_single_node()
@@ -129,8 +136,8 @@ def parse(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def plain(text: str) -> Any:
-    """Return the value of a scalar without quotes, in which `#` and colons have no meaning."""
+def parse_scalar(text: str) -> Any:
+    """Parse a scalar without quotes, in which `#` and colons have no special meaning."""
     loader = _CoreLoader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
@@ -147,7 +154,7 @@ def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> Yam
 
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a text, the content of the file `path`; raises UserError if it has none."""
+    """Parse the content of the file `path`; raises UserError if it has no settings."""
     try:
         loader = loader_class(text)
         node = loader.get_single_node()
@@ -165,25 +172,14 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
-        raise UserError(f"{path}: not valid YAML{where}: {problem}{_hint(problem)}") from None
+        hint = next((f"; {hint}" for start, hint in _HINTS.items() if problem.startswith(start)), "")
+        raise UserError(f"{path}: not valid YAML{where}: {problem}{hint}") from None
     if not isinstance(tree, dict):
         content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
     return YamlFile(tree, lines, loader.mistakes)
-
-
-def _hint(problem: str) -> str:
-    if problem.startswith("but found another document"):
-        return "; one file holds one configuration, remove the ---"
-    if problem.startswith("expected <block end>"):
-        return "; indent the settings of a section equally"
-    if problem.startswith("could not determine a constructor for the tag"):
-        return "; remove the tag, which begins with !"
-    if problem.startswith("expected '<document start>'"):
-        return "; write settings as `name: value`, and no line of three dots between them"
-    return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:
@@ -199,7 +195,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
-    """Count the values of a node with every anchor expanded; raises UserError if there are too many."""
+    """Return the number of values of a node with every anchor expanded; raises UserError if there are too many."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in known:

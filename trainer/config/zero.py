@@ -1,4 +1,4 @@
-"""ZeRO: who gathers the frozen base at stage 3, our code or DeepSpeed's, and the keys that `zero.extra` may have."""
+"""ZeRO: whether our code or DeepSpeed gathers the frozen base at stage 3, and the keys that `zero.extra` may have."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,8 @@ from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
 SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
-"""Key of DeepSpeed in `zero.extra` -> our setting."""
-KNOWN, FIXED, REPLACE = (OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing"))
+"""DeepSpeed's key in `zero.extra` -> our setting."""
+KNOWN, FIXED, UNSUPPORTED = (OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing"))
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
@@ -24,16 +24,16 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
         return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
-        name, given = f"zero.extra.{key}", shown(value)
+        name = f"zero.extra.{key}"
         if key in SETTINGS:
-            yield Mistake(name, given, "has a setting here", f"use {SETTINGS[key]} instead")
+            yield Mistake(name, shown(value), "has a setting here", f"use {SETTINGS[key]} instead")
         if key in FIXED:
-            yield Mistake(name, given, "fixed by our optimizer", "remove it")
-        if key in REPLACE:
-            yield Mistake(name, given, "this part of DeepSpeed is not supported", "remove it")
+            yield Mistake(name, shown(value), "is fixed by our training loop", "remove it")
+        if key in UNSUPPORTED:
+            yield Mistake(name, shown(value), "this part of DeepSpeed is not supported", "remove it")
         elif "." not in key and key not in (*KNOWN, *FIXED, *SETTINGS):
-            close = nearest(key, KNOWN)
-            yield Mistake(name, given, "DeepSpeed has no such key", f"did you mean {close}?" if close else "remove it")
+            fix = f"did you mean {close}?" if (close := nearest(key, KNOWN)) else "remove it"
+            yield Mistake(name, shown(value), "DeepSpeed has no such key", fix)
     if "data_types" in extra:
         problem = "makes DeepSpeed use an optimizer that checkpoints do not support"
         fix = "remove it, or set training.precision: fp32"
@@ -41,7 +41,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """Return whether the base is sharded and gathered per layer, with DeepSpeed's engine at stage 2 for the adapter."""
+    """Return whether our code shards and gathers the base per layer; DeepSpeed's engine is then at stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and why_not_by_layer(config) is None
 
 
@@ -56,11 +56,6 @@ def engine_zero(config: RunConfig) -> ZeroSection:
     if not gathers_by_layer(config):
         return config.zero
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
-
-
-def engine_stage(config: RunConfig) -> int:
-    """Return the ZeRO stage of DeepSpeed's engine."""
-    return engine_zero(config).stage
 
 
 def why_not_by_layer(config: RunConfig) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.files import find_json
-from trainer.config.paths import is_remote, local_copy, remote_place
+from trainer.config.paths import is_remote, local_copy, remote_url
 
 LAST = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -102,7 +102,7 @@ def _newest(checkpoints: set[str]) -> int:
 
 def fetch_run(run_dir: Path) -> None:
     """Bring the checkpoints that the copy of a run lacks, and its other files if the store has a newer checkpoint."""
-    if (url := remote_place(run_dir)) is None:
+    if (url := remote_url(run_dir)) is None:
         return
     with store(url) as (system, root):
         (there, stored), (_, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
@@ -118,7 +118,7 @@ def upload_run(run_dir: Path) -> str | None:
     Checkpoints that only the store has are deleted: `fetch_run` brought them before this run kept, moved or deleted
     them here.
     """
-    if (url := remote_place(run_dir)) is None:
+    if (url := remote_url(run_dir)) is None:
         return None
     with store(url) as (system, root):
         (there, stored), (here, ours) = _split(_list(system, root)), _split(_names_here(run_dir))

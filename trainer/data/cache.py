@@ -95,7 +95,7 @@ def prepare_data(
     if streamed:
         reports = [look_ahead(source, label, encoder) for label, source in streamed]
         if any(report.shape.format == UNPAIRED for report in reports):
-            raise UserError("dataset.streaming=true: labelled answers cannot be streamed; set it to false")
+            raise UserError("dataset.streaming=true: labeled answers cannot be streamed; set it to false")
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)

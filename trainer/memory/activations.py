@@ -53,25 +53,25 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Bytes of activations observed on an empty model."""
+class Activations:
+    """Bytes of activations of a micro-step."""
 
     kept: int
     """Kept from the forward pass for the backward pass."""
     backward: int
-    """What the backward pass needs in addition, a recomputed layer included."""
+    """Needed in addition during the backward pass, including a recomputed layer."""
     on_host: int = 0
     """Kept in host memory."""
 
-    def times(self, rows: int) -> "Seen":
-        """Scale to a number of rows."""
-        return Seen(*(size * rows for size in astuple(self)))
+    def scale(self, rows: int) -> "Activations":
+        """Multiply all sizes by a number of rows."""
+        return Activations(*(size * rows for size in astuple(self)))
 
 
 def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
-    """Return the bytes of one layer of an image tower in a pass over so many tokens, and those that training keeps.
+    """Return the bytes of one image tower layer in a pass over `image_tokens`, and the bytes that training keeps.
 
-    Of a layer, inputs and outputs of its linear layers count; with gradient checkpointing only its input is kept.
+    A layer counts as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = [each for path in find_non_text_modules(base) for each in base.get_submodule(path).modules()]
@@ -90,11 +90,11 @@ def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, i
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 
 
-def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Seen:
-    """Return the activations of all layers, given in order of the model as they are, and with nothing recomputed.
+def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Activations:
+    """Return the activations of all layers, given in model order; `plain` are the same layers without recomputation.
 
-    `larger` is the fraction of rows in the larger backward pass. Layers that were kept whole have been freed when those
-    before them are recomputed.
+    `larger` is the fraction of rows in the larger backward pass. The recomputed layers come first in the model, so the
+    activations of all other layers have been freed when the first one is recomputed.
     """
     training = work.training
     if not training.recompute_attention:
@@ -102,20 +102,17 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
             [replace(layer, boundary=layer.boundary + layer.attention) for layer in kinds] for kinds in (layers, plain)
         )
     selective = training.gradient_checkpointing == "selective"
-    some = training.gradient_checkpointing_layers or len(layers)
-    count = 0 if selective or training.gradient_checkpointing == "none" else some
+    checkpointed = training.gradient_checkpointing_layers or len(layers)
+    count = 0 if selective or training.gradient_checkpointing == "none" else checkpointed
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
     on_host = _fit_inputs(inputs, work.host_room) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
     in_flight = min(2 * max(inputs, default=0), on_host)
-    behind = sum(layer.kept for layer in layers[count:])
-    if selective:
-        kept = behind - on_host + in_flight
-    else:
-        kept = behind + sum(inputs) - on_host + in_flight
+    rest = sum(layer.kept for layer in layers[count:])
+    kept = rest - on_host + in_flight + (0 if selective else sum(inputs))
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
-    needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
-    return Seen(kept, int(max(needs, default=0)), on_host)
+    needs += [larger * (layer.peak - layer.boundary) - rest for layer in plain[:count]]
+    return Activations(kept, int(max(needs, default=0)), on_host)
 
 
 def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
@@ -126,11 +123,11 @@ def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
     return total
 
 
-def loss_head(shapes: Shapes, work: Work) -> int:
+def loss_head_bytes(shapes: Shapes, work: Work) -> int:
     """Return the bytes of final norm, logits, loss and gradient of the hidden state, for K positions.
 
     Fused: the norm's output T H e, the K hidden states and their gradients 2 K H e, one chunk of logits. Otherwise 12
-    bytes per logit, and e more for the results of tanh if it is capped.
+    bytes per logit, and e more for the results of tanh if logits are capped.
     """
     norm = work.tokens * (shapes.hidden * (work.element if work.own_norms else FP32) + FP32)
     hidden = work.tokens * shapes.hidden * work.element

@@ -1,66 +1,49 @@
 """Suggestions for configurations that do not fit: concrete settings, each with the memory that it would need."""
 
-from dataclasses import dataclass
-
 from trainer.config import RunConfig
-from trainer.memory.bytes import Estimate
-from trainer.memory.planner import Changes, Planner, gib
+from trainer.memory.planner import Changes, Choice, Planner, gib
 
-HOW_MANY = 3
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Settings to change together, and the estimate with them."""
-
-    changes: Changes
-    found: Estimate
-
-    def text(self) -> str:
-        """Format the settings as typed on the command line, with the memory that they need."""
-        values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
-        settings = " ".join(f"{name}={value}" for name, value in values.items())
-        return f"{settings} ({gib(self.found.needed)})"
+MAX_SUGGESTIONS = 3
 
 
-def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
-    """Return three ways to need less memory, those that fit first.
+def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Choice]:
+    """Return up to three changes that need less memory.
 
-    These are single changes that fit, else combinations that fit, then the changes that help most.
+    Single changes that fit come first, then a combination that fits, then the changes that save most.
     """
-    singles = [
-        Advice(changes, found)
-        for changes in _candidates(planner, config, memory)
-        if (found := planner.choice(config, changes).found) is not None
-        and found.needed < planner.estimate(config).needed
-    ]
-    fitting = [advice for advice in singles if advice.found.needed <= memory]
-    if len(fitting) < HOW_MANY:
-        fitting += _together(planner, config, memory, singles)
-    helping = sorted((a for a in singles if a not in fitting), key=lambda advice: advice.found.needed)
-    return (fitting + helping)[:HOW_MANY]
+    needed = planner.estimate(config).needed
+    choices = (planner.try_changes(config, changes) for changes in _list_candidates(planner, config, memory))
+    singles = [choice for choice in choices if choice.needed < needed]
+    fitting = [choice for choice in singles if choice.needed <= memory]
+    if len(fitting) < MAX_SUGGESTIONS:
+        fitting += _combine_changes(planner, config, memory, singles)
+    others = sorted((choice for choice in singles if choice not in fitting), key=lambda choice: choice.needed)
+    return (fitting + others)[:MAX_SUGGESTIONS]
 
 
 def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
-    """Return an error message with the needed and the available memory, and three changes."""
-    found = planner.estimate(config)
+    """Return an error message with the needed and the available memory, and suggested changes.
+
+    `where` is the verb before the available memory, such as `has free`.
+    """
+    estimate = planner.estimate(config)
     advice = suggest_changes(planner, config, memory)
-    enough = "; or ".join(option.text() for option in advice if option.found.needed <= memory)
-    less = "; ".join(option.text() for option in advice if option.found.needed > memory)
+    enough = "; or ".join(str(option) for option in advice if option.needed <= memory)
+    less = "; ".join(str(option) for option in advice if option.needed > memory)
     if not advice:
         fix = "use a smaller model or a larger GPU"
     elif not enough:
         fix = f"no change is enough, the most helpful are {less}; use a smaller model or a larger GPU"
     else:
-        fix = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
-    largest = max(found.terms, key=lambda name: found.terms[name])
+        fix = f"set {enough}" + (f"; helpful but not enough: {less}" if less else "")
+    largest = max(estimate.terms, key=lambda name: estimate.terms[name])
     return (
-        f"memory: each GPU needs {gib(found.needed)} (of it {gib(found.terms[largest])} for {largest}) "
+        f"memory: each GPU needs {gib(estimate.needed)} ({gib(estimate.terms[largest])} of it for {largest}) "
         f"and {where} {gib(memory)}; {fix}"
     )
 
 
-def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
+def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
     """Return single changes, the least intrusive first."""
     training = config.training
     candidates: list[Changes] = []
@@ -90,20 +73,20 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.optimizer": "adamw_8bit"})
     if not config.zero.offload_parameters:
         candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
-    if half := planner.smaller_samples(config):
+    if half := planner.halve_samples(config):
         candidates.append(half)
     return candidates
 
 
-def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:
-    """Combine single changes one after the other until the configuration fits, if it ever does."""
+def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[Choice]) -> list[Choice]:
+    """Combine single changes one after the other until the configuration fits; return none if it never does."""
     changes: Changes = {}
-    for advice in singles:
-        stages = [settings["zero.stage"] for settings in (changes, advice.changes) if "zero.stage" in settings]
-        changes = changes | advice.changes | ({"zero.stage": max(stages)} if stages else {})
-        found = planner.choice(config, changes).found
-        if found is not None and len(changes) > 1 and found.needed <= memory:
-            return [Advice(changes, found)]
+    for single in singles:
+        stages = [settings["zero.stage"] for settings in (changes, single.changes) if "zero.stage" in settings]
+        changes = changes | single.changes | ({"zero.stage": max(stages)} if stages else {})
+        choice = planner.try_changes(config, changes)
+        if len(changes) > 1 and choice.needed <= memory:
+            return [choice]
     return []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ops.reference import ELEMENTS_AT_ONCE
 from trainer.config import OPTIMIZERS
-from trainer.memory.activations import FP32, Seen, Work, loss_head
+from trainer.memory.activations import FP32, Activations, Work, loss_head_bytes
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
@@ -18,8 +18,8 @@ from trainer.memory.stored_weights import (
     base_weight_bytes,
     dequantized_expert_bytes,
     fetched_weights,
-    gathered,
-    held,
+    gathered_bytes,
+    resident_bytes,
     rounded_weight_bytes,
     scale_bytes,
     shard_size,
@@ -61,59 +61,73 @@ class Estimate:
         """Memory that torch's allocator reserves without using it."""
         return int(self.peak * FRAGMENTATION)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": self.peak,
+            "slack_bytes": self.slack,
+            "context_bytes": CONTEXT,
+            "needed_bytes": self.needed,
+            "host_bytes": self.host,
+            "disk_bytes": self.disk,
+            "moment": self.moment,
+            "terms": self.terms,
+        }
+
 
 def estimate(
-    shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, tower: int = 0, *, checkpoints: int
+    shapes: Shapes, work: Work | None, placement: Placement, activations: Activations, tower: int = 0
 ) -> Estimate:
-    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk.
+    """Estimate the memory of one rank; `work` is None without a head.
 
-    `tower` are the bytes that an image tower needs before the language model runs.
+    `tower`: bytes that an image tower needs before the language model runs.
     """
-    scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
+    scales = resident_bytes(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
+    has_adapter = any(weight.factor for weight in shapes.weights)
     resident = {
         "base model": base_weight_bytes(shapes, placement) - scales,
-        "quantisation state": scales,
-        "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
-        "gradients": waiting_gradients(shapes, placement),
-        "optimizer": optimizer_state(shapes, placement),
+        "quantization state": scales,
+        "adapter" if has_adapter else "trained weights": trained_weight_bytes(shapes, placement),
+        "gradients": gradient_bytes(shapes, placement),
+        "optimizer": optimizer_state_bytes(shapes, placement),
         "tables": shapes.buffers,
         "workspaces": CUBLAS_WORKSPACE + (16 * ELEMENTS_AT_ONCE if shapes.stored == "groups" else 0),
-        "dequantised experts": dequantized_expert_bytes(shapes, placement),
+        "dequantized experts": dequantized_expert_bytes(shapes, placement),
         "rounded weight": rounded_weight_bytes(shapes, placement),
         # Only DeepSpeed's own stage 3 allocates its bucket at the start.
-        "communication buffers": bucket(shapes, placement) if by_module else 0,
+        "communication buffers": bucket_bytes(shapes, placement) if by_module else 0,
     }
-    layers, outside = gathered(shapes, placement)
+    layers, outside = gathered_bytes(shapes, placement)
     moments: dict[str, dict[str, int]] = {
         "loss": {
-            "activations": seen.kept,
-            "logits and loss": 0 if work is None else loss_head(shapes, work),
+            "activations": activations.kept,
+            "logits and loss": 0 if work is None else loss_head_bytes(shapes, work),
             "gathered weights": layers // GATHERED_LAYERS + outside,
         },
         "backward": {
-            "activations": seen.kept,
-            "backward of a layer": seen.backward,
+            "activations": activations.kept,
+            "backward of a layer": activations.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
         "image tower": {"activations of the tower": tower},
-        "gradients": {"reduction": reduction(shapes, placement)},
-        "step": {"optimizer step": optimizer_step(shapes, placement)},
+        "gradients": {"reduction": reduction_bytes(shapes, placement)},
+        "step": {"optimizer step": update_bytes(shapes, placement)},
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
-    host = host_memory(shapes, placement, seen.on_host)
-    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints))
+    return Estimate(
+        terms, moment, host_bytes(shapes, placement, activations.on_host), checkpoint_bytes(shapes, placement)
+    )
 
 
-def trained(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of trained weights in their compute dtype; held like the base at stage 3 unless `by_layer`."""
+def trained_weight_bytes(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes of trained weights in their compute dtype, partitioned at stage 3 unless gathered by layer."""
     size = shapes.trained * placement.element
-    return size if placement.by_layer else held(size, placement)
+    return size if placement.by_layer else resident_bytes(size, placement)
 
 
-def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of gradients accumulated from earlier micro-steps, e each, partitioned from stage 2 on.
+def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes of gradients accumulated from earlier micro-steps, partitioned from stage 2 on.
 
     DeepSpeed's own stage 3 always allocates them, on the host if the optimizer is offloaded.
     """
@@ -123,7 +137,7 @@ def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
     return shard_size(shapes.trained * placement.element, placement, 2)
 
 
-def bytes_per_moment(shapes: Shapes, placement: Placement) -> float:
+def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
     """Return the bytes per trained element of the optimizer's moments; 8-bit ones have a scale per 256 elements."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
@@ -131,32 +145,32 @@ def bytes_per_moment(shapes: Shapes, placement: Placement) -> float:
     return len(kind.state) * (FP32 if kind.bits == 8 else kind.bits / 8)
 
 
-def optimizer_state(shapes: Shapes, placement: Placement) -> int:
+def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of master weights (4 each) and moments, partitioned from stage 1 on.
 
     32-bit training at stage 0 has no master weights. Offloading leaves a gradient buffer for the largest tensor on the
     GPU.
     """
     if placement.zero.offload_optimizer:
-        return largest_trained(shapes, placement) * placement.element
+        return largest_trained_tensor(shapes, placement) * placement.element
     has_master = placement.has_master or placement.zero.stage >= 1
-    per_element = bytes_per_moment(shapes, placement) + (FP32 if has_master else 0)
+    per_element = moment_bytes_per_element(shapes, placement) + (FP32 if has_master else 0)
     return shard_size(int(shapes.trained * per_element), placement, 1)
 
 
-def largest_trained(shapes: Shapes, placement: Placement) -> int:
+def largest_trained_tensor(shapes: Shapes, placement: Placement) -> int:
     """Return the elements of the largest trained tensor: all LoRA factors if they are one buffer."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
-def bucket(shapes: Shapes, placement: Placement) -> int:
+def bucket_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of DeepSpeed's reduction buffer, limited by deepspeed_engine.py to the trained elements."""
     return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
-def reduction(shapes: Shapes, placement: Placement) -> int:
+def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
 
     There is one bucket, or two if communication overlaps.
@@ -165,10 +179,10 @@ def reduction(shapes: Shapes, placement: Placement) -> int:
     if placement.zero.stage == 0 or (placement.zero.stage == 3 and not placement.by_layer):
         return gradients
     overlaps = placement.zero.overlap_comm and not placement.flat
-    return gradients + bucket(shapes, placement) * (2 if overlaps else 1)
+    return gradients + bucket_bytes(shapes, placement) * (2 if overlaps else 1)
 
 
-def optimizer_step(shapes: Shapes, placement: Placement) -> int:
+def update_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of gradients during the update, including a 32-bit copy in 16-bit training."""
     if placement.zero.offload_optimizer:
         return shapes.trained * placement.element
@@ -176,16 +190,16 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
     return shapes.trained * placement.element + 2 * copies
 
 
-def host_memory(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
+def host_bytes(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
     """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
-    return max(offloaded(shapes, placement) + activations, loading * placement.element)
+    return max(offloaded_bytes(shapes, placement) + activations, loading * placement.element)
 
 
-def offloaded(shapes: Shapes, placement: Placement) -> int:
+def offloaded_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of weights and optimizer state that are offloaded to the host."""
     total = placement.base_states
     if placement.zero.offload_optimizer:
@@ -196,21 +210,11 @@ def offloaded(shapes: Shapes, placement: Placement) -> int:
     return total
 
 
-def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
-    """Return the bytes of checkpoints (weights, and master weights and moments in 32 bits) and the final weights."""
+def checkpoint_bytes(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes on disk of the final weights and of all checkpoints, including one that is being written.
+
+    A checkpoint has the weights, and master weights and moments in 32 bits.
+    """
+    kept = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
     weights = shapes.trained * placement.element
-    return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
-
-
-def to_json(found: Estimate) -> dict[str, Any]:
-    """Convert the estimate to plain numbers for JSON."""
-    return {
-        "peak_bytes": found.peak,
-        "slack_bytes": found.slack,
-        "context_bytes": CONTEXT,
-        "needed_bytes": found.needed,
-        "host_bytes": found.host,
-        "disk_bytes": found.disk,
-        "moment": found.moment,
-        "terms": found.terms,
-    }
+    return (kept + 1) * (weights + 3 * FP32 * shapes.trained) + weights

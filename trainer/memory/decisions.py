@@ -1,17 +1,16 @@
-"""Decisions of a run before a weight is loaded: which kernels are used, what is kept, and the memory layout.
+"""Decisions of a run before a weight is loaded: kernels, kept tensors and memory layout.
 
 They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
 them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
 reports it, because the estimate is then off.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
-from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
-from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.config.checks import TILES_NO_GRAPHS, find_feature_obstacle
+from trainer.config.zero import engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.parallel.ranks.group import list_groups
@@ -22,8 +21,8 @@ from trainer.patches.tiled_mlp import AUTO_TILE
 
 Kernels = Literal["ours", "model"]
 VARLEN = "varlen"
-MANY_TOKENS = 4 * AUTO_TILE
-"""Tokens of a micro-step from which on `training.tiled_mlp: auto` tiles."""
+MIN_TILED_TOKENS = 4 * AUTO_TILE
+"""Tokens per micro-step from which `training.tiled_mlp: auto` uses tiles."""
 T = TypeVar("T")
 
 
@@ -43,73 +42,68 @@ class Machine:
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
     host_room: int | None = None
-    """Bytes of host memory for what a rank offloads; None: any amount."""
+    """Bytes of host memory for the tensors that a rank offloads; None: any amount."""
 
     @classmethod
-    def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
+    def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
+        """Return GPUs with all kernels; those of mamba-ssm only if they are installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
 
 @dataclass(frozen=True)
-class Decided(Generic[T]):
+class Decision(Generic[T]):
     """A decision and its reason, which is empty for the usual choice."""
 
     value: T
     reason: str = ""
 
     def __str__(self) -> str:
-        word = {True: "yes", False: "no", None: "seen in the first step"}.get(self.value, self.value)  # type: ignore[call-overload]
-        return f"{word} ({self.reason})" if self.reason else str(word)
+        words = {True: "yes", False: "no", None: "decided in the first step"}
+        value = words.get(self.value, self.value)  # type: ignore[call-overload]
+        return f"{value} ({self.reason})" if self.reason else str(value)
 
 
 @dataclass(frozen=True)
 class Decisions:
     """All decisions that the builder and the estimate share."""
 
-    attention: Decided[str]
+    attention: Decision[str]
     """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
-    own_elementwise: Decided[bool]
+    own_elementwise: Decision[bool]
     """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
-    norms: Decided[Kernels]
-    swiglu: Decided[Kernels]
-    rotary: Decided[Kernels]
-    adapters: Decided[str]
+    norms: Decision[Kernels]
+    swiglu: Decision[Kernels]
+    rotary: Decision[Kernels]
+    adapters: Decision[str]
     """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
-    siblings: Decided[bool]
+    siblings: Decision[bool]
     """Whether shared-input projections are computed in one call."""
-    recomputed_results: Decided[str]
-    """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
-    attention_again: Decided[bool]
-    """Whether recomputed layers compute attention again."""
-    mlp_tile: Decided[int]
-    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
-    fused_head: Decided[bool | None]
+    recomputed_results: Decision[str]
+    """Results that the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    attention_again: Decision[bool]
+    """Whether recomputed layers also recompute attention."""
+    mlp_tile: Decision[int]
+    """Tokens per tile of gated MLPs; 0: no tiles."""
+    fused_head: Decision[bool | None]
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
-    gather: Decided[str]
+    gather: Decision[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
-    shard_group: Decided[int]
+    shard_group: Decision[int]
     """Number of ranks that share one copy of the base at stage 3: the size of the smallest group."""
-    flat: Decided[bool]
+    flat: Decision[bool]
     """Whether all LoRA factors are one buffer."""
-    clips_on_device: Decided[bool]
+    clips_on_device: Decision[bool]
     """Whether the optimizer clips gradients and skips steps on the device, without the host."""
-
-    cuda_graphs: Decided[bool | None]
+    cuda_graphs: Decision[bool | None]
     """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
-
-    def named(self) -> Iterator[tuple[str, Decided[object]]]:
-        """Yield (name, decision) pairs."""
-        for each in fields(self):
-            yield each.name, getattr(self, each.name)
 
     def to_json(self) -> dict[str, dict[str, object]]:
         """Convert the decisions for run.json and `estimate --json`."""
-        return {name: {"value": found.value, "reason": found.reason} for name, found in self.named()}
+        return {name: {"value": each.value, "reason": each.reason} for name, each in vars(self).items()}
 
     def line(self) -> str:
-        """Return a line for the console with the decisions that no other line shows."""
+        """Format the decisions that no other line on the console shows."""
         shown = {
             "attention": self.attention,
             "attention recomputed": self.attention_again,
@@ -118,18 +112,21 @@ class Decisions:
             "clipping on the device": self.clips_on_device,
             "CUDA graphs": self.cuda_graphs,
         }
-        return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
+        return "decided: " + ", ".join(f"{name}: {decision}" for name, decision in shown.items())
 
 
 def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """Decide for a configuration with zero.stage resolved; `model` is None if it could not be built empty."""
-    ours = _own_elementwise(config, machine)
-    norms, swiglu, rotary = (_kernels(part, model, ours) for part in PARTS)
+    """Return the decisions for a configuration with zero.stage resolved.
+
+    `model` is None if the empty model could not be built.
+    """
+    own_elementwise = _own_elementwise(config, machine)
+    norms, swiglu, rotary = (_kernels(part, model, own_elementwise) for part in PARTS)
     zero = engine_zero(config)
     not_flat = why_not_flat(config)
     return Decisions(
         attention=_attention(config, machine, model),
-        own_elementwise=ours,
+        own_elementwise=own_elementwise,
         norms=norms,
         swiglu=swiglu,
         rotary=rotary,
@@ -141,165 +138,165 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         fused_head=_fused_head(config, machine, model),
         gather=_gather(config),
         shard_group=_shard_group(config, machine),
-        flat=Decided(not_flat is None, not_flat or ""),
-        clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+        flat=Decision(not_flat is None, not_flat or ""),
+        clips_on_device=Decision(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
         cuda_graphs=_cuda_graphs(config, machine),
     )
 
 
 def decide_for_images(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """Decide for an image model, whatever `model` is: adapters and ZeRO as for text, the rest as in diffusers."""
-    theirs = Decided[Kernels]("model", "an image model")
+    """Return the decisions for an image model: adapters and ZeRO as for text, all else as in diffusers."""
+    model_code = Decision[Kernels]("model", "an image model")
     return replace(
         decide(config, machine, None),
-        attention=Decided("sdpa"),
-        own_elementwise=Decided(False, "an image model"),
-        norms=theirs,
-        swiglu=theirs,
-        rotary=theirs,
-        recomputed_results=Decided("none", "an image model"),
-        mlp_tile=Decided(0, "an image model"),
-        fused_head=Decided(False, "an image model has no head"),
-        cuda_graphs=Decided(False, "an image model"),
+        attention=Decision("sdpa"),
+        own_elementwise=Decision(False, "an image model"),
+        norms=model_code,
+        swiglu=model_code,
+        rotary=model_code,
+        recomputed_results=Decision("none", "an image model"),
+        mlp_tile=Decision(0, "an image model"),
+        fused_head=Decision(False, "an image model has no head"),
+        cuda_graphs=Decision(False, "an image model"),
     )
 
 
-def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[str]:
-    """Choose transformers' default for `auto`, or variable-length kernels for packed sequences if the model can."""
+def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[str]:
+    """Choose transformers' default, or variable-length kernels for packed sequences if the model supports them."""
     requested = config.model.attn_implementation
     if requested != "auto":
-        return Decided(requested, "asked for")
+        return Decision(requested, "as configured")
     if config.parallel.sequence > 1:
-        return Decided(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
+        return Decision(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
     if model is not None and model.sinks and model.registry and config.dataset.packing:
-        return Decided(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
+        return Decision(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
     if model is not None and not model.sdpa:
-        return Decided("eager", "the model knows no other")
+        return Decision("eager", "the model supports nothing else")
     if not config.dataset.packing:
-        return Decided("sdpa")
+        return Decision("sdpa")
     if not machine.flash:
-        return Decided("sdpa", "packs under a mask: no flash attention here")
+        return Decision("sdpa", "packed documents are masked: no flash attention")
     if model is not None and not model.registry:
-        return Decided("sdpa", "packs under a mask: the model's attention cannot be replaced")
-    return Decided(VARLEN)
+        return Decision("sdpa", "packed documents are masked: the model's attention cannot be replaced")
+    return Decision(VARLEN)
 
 
-def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
+def _own_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
     if config.ops.elementwise == "off":
-        return Decided(False, "ops.elementwise: off")
+        return Decision(False, "ops.elementwise: off")
     if not machine.on_gpu:
-        return Decided(False, "there is no GPU")
+        return Decision(False, "no GPU")
     if config.training.torch_compile:
-        return Decided(False, "torch.compile fuses them")
+        return Decision(False, "torch.compile fuses them")
     if config.ops.backend not in ("auto", "cuda"):
-        return Decided(False, f"ops.backend: {config.ops.backend}")
-    return Decided(machine.own_kernels, "" if machine.own_kernels else "no CUDA kernels here")
+        return Decision(False, f"ops.backend: {config.ops.backend}")
+    return Decision(machine.own_kernels, "" if machine.own_kernels else "the CUDA kernels are not built")
 
 
-def _kernels(part: str, model: ModelProperties | None, ours: Decided[bool]) -> Decided[Kernels]:
-    refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
-    return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
+def _kernels(part: str, model: ModelProperties | None, own_elementwise: Decision[bool]) -> Decision[Kernels]:
+    refusal = own_elementwise.reason if not own_elementwise.value or model is None else model.elementwise[part]
+    return Decision("model", refusal) if refusal or not own_elementwise.value else Decision("ours")
 
 
-def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:
+def _adapters(config: RunConfig, machine: Machine) -> Decision[str]:
     backend = config.ops.backend
     if config.adapter == "none":
-        return Decided("none", "all weights are trained")
+        return Decision("none", "all weights are trained")
     if config.training.qat:
-        return Decided("rounded", f"training.qat: {config.training.qat}")
+        return Decision("rounded", f"training.qat: {config.training.qat}")
     if backend == "peft":
-        return Decided("peft", "asked for")
+        return Decision("peft", "as configured")
     if backend == "auto" and not machine.on_gpu:
-        return Decided("peft", "ops.backend: auto on a CPU")
+        return Decision("peft", "ops.backend: auto on a CPU")
     if backend == "reference" or (backend == "auto" and not machine.own_kernels):
-        return Decided("reference", "asked for" if backend == "reference" else "no CUDA kernels here")
-    return Decided("cuda")
+        return Decision("reference", "as configured" if backend == "reference" else "the CUDA kernels are not built")
+    return Decision("cuda")
 
 
-def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
+def _siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
     if _adapters(config, machine).value in ("none", "peft"):
-        return Decided(False)
+        return Decision(False)
     if config.training.qat:
-        return Decided(False, "training.qat: each has a merged weight of its own")
+        return Decision(False, "training.qat: each has a separate merged weight")
     if config.zero.stage == 3 and not gathers_by_layer(config):
-        return Decided(False, "zero.gather: module gathers each adapted layer for itself")
+        return Decision(False, "zero.gather: module gathers each adapted layer separately")
     if config.training.torch_compile:
-        return Decided(False, "torch.compile traces each layer alone")
-    return Decided(True)
+        return Decision(False, "torch.compile traces each layer separately")
+    return Decision(True)
 
 
-def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
+def _recomputed_results(config: RunConfig, machine: Machine) -> Decision[str]:
     # Gradient checkpointing keeps none of these, and DeepSpeed's own stage 3 has released the norm's weight by then.
     if config.ops.recompute == "none" or config.adapter == "none":
-        return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
+        return Decision("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
     training = config.training
     if training.gradient_checkpointing != "none" and training.gradient_checkpointing_layers is None:
-        return Decided("none", "training.gradient_checkpointing")
-    if engine_stage(config) == 3:
-        return Decided("none", "zero.gather: module")
+        return Decision("none", "training.gradient_checkpointing")
+    if engine_zero(config).stage == 3:
+        return Decision("none", "zero.gather: module")
     if not _own_elementwise(config, machine).value:
-        return Decided("none", "not our kernels")
-    return Decided(config.ops.recompute)
+        return Decision("none", "the model's kernels are used")
+    return Decision(config.ops.recompute)
 
 
-def _attention_again(config: RunConfig) -> Decided[bool]:
+def _attention_again(config: RunConfig) -> Decision[bool]:
     training = config.training
     if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
-        return Decided(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
+        return Decision(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
     if not training.recompute_attention:
         where = "in host memory" if training.offload_activations else "on the device"
-        return Decided(False, f"its output and log-sum-exp are kept {where}")
-    return Decided(True)
+        return Decision(False, f"its output and log-sum-exp are kept {where}")
+    return Decision(True)
 
 
-def _mlp_tile(config: RunConfig) -> Decided[int]:
+def _mlp_tile(config: RunConfig) -> Decision[int]:
     requested = config.training.tiled_mlp
     if not requested:
-        return Decided(0, "training.tiled_mlp: false")
+        return Decision(0, "training.tiled_mlp: false")
     if requested != "auto":
-        return Decided(AUTO_TILE if requested is True else requested)
+        return Decision(AUTO_TILE if requested is True else requested)
     rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
-    if rows * config.dataset.max_length // config.parallel.sequence < MANY_TOKENS:
-        return Decided(0, f"fewer than {MANY_TOKENS:,} tokens at once")
-    obstacle = find_tile_obstacle(config)
-    return Decided(0, obstacle[1]) if obstacle else Decided(AUTO_TILE)
+    if rows * config.dataset.max_length // config.parallel.sequence < MIN_TILED_TOKENS:
+        return Decision(0, f"fewer than {MIN_TILED_TOKENS:,} tokens per micro-step")
+    obstacle = find_feature_obstacle("tiles", config)
+    return Decision(0, obstacle[1]) if obstacle else Decision(AUTO_TILE)
 
 
-def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[bool | None]:
+def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[bool | None]:
     if model is not None and model.head:
-        return Decided(False, model.head)
+        return Decision(False, model.head)
     if config.adapter == "none":
-        return Decided(False, "the head is trained")
-    if engine_stage(config) == 3:
-        return Decided(False, "DeepSpeed's stage 3 partitions the head")
-    return Decided(True if model is not None and model.head is not None else None)
+        return Decision(False, "the head is trained")
+    if engine_zero(config).stage == 3:
+        return Decision(False, "DeepSpeed's stage 3 partitions the head")
+    return Decision(True if model is not None and model.head is not None else None)
 
 
-def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
+def _cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | None]:
     requested = config.training.cuda_graphs
     if requested == "off":
-        return Decided(False, "training.cuda_graphs: off")
+        return Decision(False, "training.cuda_graphs: off")
     if not machine.on_gpu:
-        return Decided(False, "there is no GPU")
-    if obstacle := find_graph_obstacle(config):
-        return Decided(False, obstacle[1])
+        return Decision(False, "no GPU")
+    if obstacle := find_feature_obstacle("graphs", config):
+        return Decision(False, obstacle[1])
     if _mlp_tile(config).value:
-        return Decided(False, TILES_NO_GRAPHS)
-    return Decided(True, "asked for") if requested == "on" else Decided(None)
+        return Decision(False, TILES_NO_GRAPHS)
+    return Decision(True, "as configured") if requested == "on" else Decision(None)
 
 
-def _shard_group(config: RunConfig, machine: Machine) -> Decided[int]:
+def _shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
     if config.zero.stage < 3 or not gathers_by_layer(config):
-        return Decided(machine.world_size)
+        return Decision(machine.world_size)
     within = config.zero.shard_within
     groups = list_groups(within, machine.hosts or ("",) * machine.world_size)
     size = min(map(len, groups))
-    return Decided(size) if len(groups) == 1 else Decided(size, f"zero.shard_within: {within}")
+    return Decision(size) if len(groups) == 1 else Decision(size, f"zero.shard_within: {within}")
 
 
-def _gather(config: RunConfig) -> Decided[str]:
+def _gather(config: RunConfig) -> Decision[str]:
     if config.zero.stage < 3:
-        return Decided("none")
+        return Decision("none")
     if gathers_by_layer(config):
-        return Decided("layer")
-    return Decided("module", why_not_by_layer(config) or "asked for")
+        return Decision("layer")
+    return Decision("module", why_not_by_layer(config) or "as configured")

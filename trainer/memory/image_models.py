@@ -1,7 +1,7 @@
-"""The memory estimate of image models: activations are observed on an empty twin of the model.
+"""Estimate the memory of image models: activations are observed on a model without weights.
 
-The twin runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention
-counts as flash attention, which keeps no scores.
+It runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention counts
+as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 
 from trainer.config import LoraSection, RunConfig
 from trainer.data.prepared import Prepared
-from trainer.memory.activations import Seen
+from trainer.memory.activations import Activations
 from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
@@ -27,7 +27,7 @@ from trainer.tasks.images.pipeline import Pipeline
 
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Tokens of an encoded caption, by family."""
-Text = Mapping[str, Sequence[int]]
+CaptionShapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class ImagePlanner(Planner):
     """Estimates for variants of a run on an image model; `lengths` count an image as one token."""
 
     pipeline: Pipeline
-    text: Text
+    text: CaptionShapes
     """Shapes of a caption's conditions."""
     has_sequences: ClassVar[bool] = False
     decide = staticmethod(decide_for_images)
 
     @classmethod
-    def of_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
+    def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
         pipeline: Pipeline = prepared.model_config
         count, text = None, caption_shapes(pipeline)
         if prepared.data is not None:
@@ -51,32 +51,24 @@ class ImagePlanner(Planner):
         return cls(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
 
     @staticmethod
-    def smaller_samples(config: RunConfig) -> Changes:
+    def halve_samples(config: RunConfig) -> Changes:
         side, step = config.image.resolution, config.image.bucket_step
         return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
-        """Return the estimate of a configuration without `auto`."""
-        decided = self.decisions(config)
-        placement = self._placement(config, decided)
-        training = config.training
-        recompute, rows = training.gradient_checkpointing != "none", training.batch_size
-        seen = self._seen(config.image.resolution, config.lora.model_dump_json(), self._element, recompute=recompute)
+        training, lora = config.training, config.lora.model_dump_json()
+        recompute = training.gradient_checkpointing != "none"
+        activations = self._observe_images(config.image.resolution, lora, self._element, recompute=recompute)
         if recompute and training.offload_activations:
-            seen = replace(seen, kept=0)
-        kept = (training.save_total_limit or 1) + int(training.best_checkpoint)
-        rows *= 2 if config.image.prior is not None else 1
-        return estimate(self.shapes, None, placement, seen.times(rows), checkpoints=kept)
+            activations = replace(activations, kept=0)
+        rows = training.batch_size * (2 if config.image.prior is not None else 1)
+        return estimate(self.shapes, None, self._placement(config, self.decisions(config)), activations.scale(rows))
 
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none
 
-    def sample_text(self, config: RunConfig) -> str:
-        """Format the size of an image."""
-        return f"{config.image.resolution} x {config.image.resolution} pixels"
-
     @cached_property
-    def _seen(self) -> Callable[..., Seen]:
+    def _observe_images(self) -> Callable[..., Activations]:
         return cache(partial(observe_activations, self.pipeline, self.text))
 
 
@@ -107,10 +99,12 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
         return apply_adapter(model, fresh, torch.float32, task_type=None)
 
 
-def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, recompute: bool) -> Seen:
+def observe_activations(
+    pipeline: Pipeline, text: CaptionShapes, side: int, lora: str, element: int, *, recompute: bool
+) -> Activations:
     """Observe the activations of a square image of `side` pixels, with `element` bytes per value.
 
-    `lora` is the section as JSON, so that results can be cached.
+    `lora` is the section as JSON, which is hashable.
     """
     dtype = torch.float32 if element == 4 else torch.bfloat16
     model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
@@ -119,12 +113,12 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
         denoiser.enable_gradient_checkpointing()
     with flash_attention(), (meter := Meter(model)):
         output = model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
-        kept = meter.now
+        kept = meter.live
         torch.autograd.backward(output, torch.empty_like(output))
-    return Seen(kept, meter.peak - kept)
+    return Activations(kept, meter.peak - kept)
 
 
-def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
@@ -132,8 +126,8 @@ def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tu
     return noisy, torch.empty(1, device="meta"), conditions
 
 
-def caption_shapes(pipeline: Pipeline) -> Text:
-    """Return the shapes of an encoded caption, if there is no data to take them from."""
+def caption_shapes(pipeline: Pipeline) -> CaptionShapes:
+    """Return the shapes of an encoded caption, for use without data."""
     settings = pipeline.empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
     return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_pooled(settings),)}

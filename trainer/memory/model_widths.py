@@ -1,6 +1,6 @@
-"""Extraction of a model's tensors and layers for the memory estimate.
+"""Extract a model's tensors and layers for the memory estimate.
 
-Nothing is loaded: the real modules, with PEFT's adapter, are built on torch's meta device.
+No weights are loaded: the modules, with PEFT's adapter, are built on torch's meta device.
 """
 
 from collections.abc import Iterator
@@ -35,52 +35,50 @@ def read_shapes(
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
     head, properties = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
-    hidden, rows = _embedding(model)
+    rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.
         fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
             model = apply_adapter(model, fresh, torch.float32)
-    head_apart = why_head_apart(model)
+    unfused_head = why_head_apart(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, kept=kept))
-    grown = max(0, vocabulary_at_least - rows)
-    if grown:
+    new_rows = max(0, vocabulary_at_least - rows)
+    if new_rows:
         per_row = hidden * (1 if tied else 2)
-        weights = (*weights, Weight(grown * per_row, packable=False, trained=False, layer=-1))
+        weights = (*weights, Weight(new_rows * per_row, packable=False, trained=False, layer=-1))
     return Shapes(
         hidden=hidden,
-        vocabulary=rows + grown,
+        vocabulary=rows + new_rows,
         tied=tied,
         weights=weights,
         layers=reduce_to_kinds(blocks),
-        properties=replace(properties, head=head_apart, caps=head_apart == CAPPED),
+        properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),
         model=model,
         stored="" if kept is None else kept.scaled,
     )
 
 
-def _embedding(model: Any) -> tuple[int, int]:
-    weight = model.get_input_embeddings().weight
-    return int(weight.shape[1]), int(weight.shape[0])
-
-
 def read_weights(
     model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, kept: Kept | None = None
 ) -> Iterator[Weight]:
-    """Return every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
+    """Yield every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
     stored_bits = 0 if kept is None else 4 if kept.scaled == "groups" else 8
-    layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
-    held = {
+    layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
+    modules = {
         path: module
         for path, module in model.named_modules()
         if kept is None or kept.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
-    packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
+    packable = {id(module.weight) for module in modules.values() if is_linear(module) and module is not head}
     experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
-    packable |= {id(each) for module in held.values() for each in find_expert_weights(module).values()}
+    packable |= {id(each) for module in modules.values() for each in find_expert_weights(module).values()}
     transposed = {
-        id(each) for module in held.values() if is_transposed(module) for each in find_expert_weights(module).values()
+        id(each)
+        for module in modules.values()
+        if is_transposed(module)
+        for each in find_expert_weights(module).values()
     }
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
@@ -91,7 +89,7 @@ def read_weights(
             mxfp4=in_mxfp4 and id(parameter) in experts,
             packable=frozen,
             trained=parameter.requires_grad,
-            layer=layer_of.get(id(parameter), -1),
+            layer=layer_indices.get(id(parameter), -1),
             factor="lora_" in name,
             rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
             stored_bits=stored_bits if frozen else 0,

@@ -1,8 +1,8 @@
 """Activation memory of language models, observed by running their layers without weights on torch's meta device.
 
 One layer of each kind runs forward and backward, with the patches of the real run, while a meter counts the bytes of
-live tensors. Where a GPU's kernels keep other tensors than the meta device's, functions that keep the same take their
-place: flash attention and mamba-ssm's scan.
+live tensors. Flash attention and mamba-ssm's scan, which keep other tensors on a GPU than on the meta device, are
+replaced by functions that keep the same tensors as on a GPU.
 """
 
 import sys
@@ -32,7 +32,7 @@ from trainer.patches.recompute import disable_recomputation, enable_recomputatio
 from trainer.patches.replace import replace
 from trainer.patches.tiled_mlp import tile_feed_forward
 
-DEQUANTISED_AT_ONCE = 64 << 20
+MAX_DEQUANTIZED_TOGETHER = 64 << 20
 """Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
 FLASH = "zerolora_observed"
 SCAN = "mamba2_chunk_scan"
@@ -41,7 +41,7 @@ SCAN = "mamba2_chunk_scan"
 
 @dataclass(frozen=True)
 class Kernels:
-    """What determines, besides the number of rows, which tensors a layer keeps."""
+    """Properties of a run that determine, together with the number of rows, which tensors a layer keeps."""
 
     length: int
     """Tokens of the longest row, padding included."""
@@ -60,11 +60,11 @@ class Kernels:
     fused: bool
     """Whether our operator computes adapted layers."""
     separate: bool
-    """Why shared-input projections are not computed together; None if they are."""
+    """Whether shared-input projections are computed separately."""
     selective: bool
     """Whether feed-forward parts are recomputed."""
     mlp_tile: int
-    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
+    """Tokens per tile of gated MLPs; 0: no tiles."""
     on_gpu: bool
     packed: bool
     """Whether the base is quantized to 4 or 8 bits."""
@@ -80,18 +80,18 @@ class Layer:
     """Bytes of one layer."""
 
     kept: int
-    """Kept for the backward pass, its input included."""
+    """Kept for the backward pass, including its input."""
     peak: int
-    """Peak while the layer runs forward and backward, its input and the gradient of its output included."""
+    """Peak while the layer runs forward and backward, including its input and the gradient of its output."""
     boundary: int
-    """Hidden state that the layer returns."""
+    """The hidden state that the layer returns."""
     attention: int = 0
     """Outputs and log-sum-exps of attention."""
 
-    def extend(self, twice: "Layer", steps: float) -> "Layer":
-        """Add `steps` times the difference to `twice`: weights and their gradients do not grow with the rows."""
-        pairs = zip(astuple(self), astuple(twice), strict=True)
-        return Layer(*(once + int(steps * (other - once)) for once, other in pairs))
+    def extrapolate(self, double: "Layer", steps: float) -> "Layer":
+        """Add `steps` times the difference to `double`: weights and their gradients do not grow with the rows."""
+        pairs = zip(astuple(self), astuple(double), strict=True)
+        return Layer(*(single + int(steps * (double - single)) for single, double in pairs))
 
 
 class Meter(TorchDispatchMode):
@@ -100,32 +100,31 @@ class Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
         self._kernels, self.measuring = kernels, False
-        self.now = self.peak = self.inside = 0
+        self.live = self.peak = self.internal = 0
         self._sizes = {int(each.untyped_storage()._cdata): 0 for each in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return (
-                self._kernels is None or not self._kernels.masked
-            )  # transformers asks whether every row is one document
+            # transformers checks whether every row is one document.
+            return self._kernels is None or not self._kernels.masked
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        self.peak, self.inside = max(self.peak, self.now), max(self.inside, self._inside(func, args))
+        self.peak, self.internal = max(self.peak, self.live), max(self.internal, self._internal_bytes(func, args))
         return result
 
     def _count(self, storage: Any) -> None:
         key, size = int(storage._cdata), storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = size
-            self.now += size
+            self.live += size
             weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        self.live -= self._sizes.pop(key)
 
-    def _inside(self, func: Any, args: Sequence[Any]) -> int:
+    def _internal_bytes(self, func: Any, args: Sequence[Any]) -> int:
         """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
         if self._kernels is None or not self._kernels.packed:
             return 0
@@ -136,7 +135,7 @@ class Meter(TorchDispatchMode):
         if self._kernels.eight_bit:
             return sum(each.numel() for each in (*weights, *args[0])) if backward else 0
         sizes = [each.nbytes for each in weights]
-        return sum(sizes) if backward and sum(sizes) <= DEQUANTISED_AT_ONCE else max(sizes)
+        return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)
 
 
 class _Complete(Exception):
@@ -157,13 +156,13 @@ class NoEstimate(UserError):
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
     """Return the memory that a layer of each kind needs for `rows` rows. Raises NoEstimate."""
     model = shapes.model.to("meta", kernels.dtype).train()
-    found: dict[int, Layer] = {}
+    layers: dict[int, Layer] = {}
     meter = Meter(model, kernels)
     try:
-        with flash_attention(copied=kernels.copied_heads), without_triton(), meter:
-            watch = _watch(shapes, meter, found)
+        with flash_attention(copied=kernels.copied_heads), forbid_triton(), meter:
+            results = _watch(shapes, meter, layers)
             _install(model, kernels)
-            watch.clear()
+            results.clear()
             meter.measuring = True
             _forward(model, rows, kernels.length)
     except _Complete:
@@ -173,18 +172,18 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
     finally:
         disable_recomputation(model)
         model.zero_grad()
-    return found
+    return layers
 
 
 def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
-    """Return the number of rows above which every row takes the same memory; our kernels recompute only large ones."""
+    """Return the number of rows above which memory grows linearly; our kernels recompute only large inputs."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
 @replaces("Triton's `JITFunction.run`")
 @contextmanager
-def without_triton() -> Iterator[None]:
+def forbid_triton() -> Iterator[None]:
     """Raise RuntimeError within the block where a layer would launch a Triton kernel."""
 
     def run(*_: Any, **__: Any) -> None:
@@ -192,7 +191,7 @@ def without_triton() -> Iterator[None]:
 
     try:
         from triton.runtime.jit import JITFunction
-    except ImportError:  # torch's CPU builds come without it
+    except ImportError:  # not part of torch's CPU builds
         yield
         return
     with replaced(JITFunction, "run", run, "triton"):
@@ -204,7 +203,7 @@ def _forward(model: Any, rows: int, length: int) -> Any:
 
 
 def _install(model: Any, kernels: Kernels) -> None:
-    """Replace the model's code as a run does (trainer/patches/installation.py)."""
+    """Patch the model as a run does (trainer/patches/installation.py)."""
     from trainer.patches.fused_lora import group_layers  # imports bitsandbytes
 
     _choose_attention(model, kernels)
@@ -230,9 +229,9 @@ def _choose_attention(model: Any, kernels: Kernels) -> None:
 
     AttentionInterface.register(FLASH, _attend)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    wanted = FLASH if kernels.attention == "flash" else kernels.attention
-    if base.config._attn_implementation != wanted:
-        base.set_attn_implementation(wanted)
+    attention = FLASH if kernels.attention == "flash" else kernels.attention
+    if base.config._attn_implementation != attention:
+        base.set_attn_implementation(attention)
 
 
 def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -240,7 +239,7 @@ def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
 
 
 def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
-    """Make experts without an adapter run on the meta device, where transformers' code fails."""
+    """Replace the forward of experts without an adapter, since transformers' code fails on the meta device."""
     from trainer.model.expert_adapter import ParamWrapper
 
     wrapped = {id(each.get_base_layer()) for each in model.modules() if isinstance(each, ParamWrapper)}
@@ -254,16 +253,19 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
         replace(experts, "forward", compute)
 
 
-def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, Any]:
-    """Measure one layer of each kind and let the others return its result; return the results by kind."""
+def _watch(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
+    """Patch layers so that one of each kind is measured into `layers` and the others return its result.
+
+    Returns the results by kind, which are filled while the model runs.
+    """
     results: dict[int, Any] = {}
 
     def run(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kind not in results and not meter.measuring:
             results[kind] = forward(*args, **kwargs)
         if kind not in results:
-            results[kind], found[kind] = _measure(meter, forward, args, kwargs)
-            if len(found) == len(set(shapes.layers)):
+            results[kind], layers[kind] = _measure(meter, forward, args, kwargs)
+            if len(layers) == len(set(shapes.layers)):
                 raise _Complete
         return results[kind]
 
@@ -274,38 +276,38 @@ def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, A
 
 def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
     hidden = args[0] if args else kwargs["hidden_states"]
-    before = meter.now
-    meter.peak, meter.inside = before, 0
+    before = meter.live
+    meter.peak, meter.internal = before, 0
     leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
-    given = [hidden.detach() + leaf]  # not a leaf, which autograd would keep
+    inputs = [hidden.detach() + leaf]  # not a leaf, which autograd would keep; popped so that no variable does
     others = args[1:] if args else ()
     kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     _Flash.results = 0
     with torch.enable_grad():
-        result = forward(given.pop(), *others, **kwargs)
+        result = forward(inputs.pop(), *others, **kwargs)
     attention = _Flash.results
     output = result[0] if isinstance(result, tuple) else result
     boundary = output.untyped_storage().nbytes()
-    kept = meter.now - before - boundary
+    kept = meter.live - before - boundary
     torch.autograd.backward(output, torch.empty_like(output))
-    return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary, attention)
+    return result, Layer(kept, meter.peak - before - boundary + meter.internal, boundary, attention)
 
 
 def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Remove the contents of every layer that equals an earlier one, and return the kind of each layer."""
-    kinds: dict[Any, int] = {}
-    found = []
+    """Empty every layer that equals an earlier one, and return the kind of each layer."""
+    numbers: dict[Any, int] = {}
+    kinds = []
     for block in blocks:
-        known = len(kinds)
-        found.append(kinds.setdefault(describe_layer(block), known))
-        if found[-1] < known:
+        count = len(numbers)
+        kinds.append(numbers.setdefault(describe_layer(block), count))
+        if kinds[-1] < count:
             block._modules.clear()
             block._parameters.clear()
-    return tuple(found)
+    return tuple(kinds)
 
 
 class _Flash(torch.autograd.Function):
-    """Stand-in for flash attention that saves the same tensors: q, k, v, the output and the log-sum-exp in fp32."""
+    """A substitute for flash attention that saves the same tensors: q, k, v, the output and the fp32 log-sum-exp."""
 
     results = 0
     """Bytes of all outputs and log-sum-exps since it was set to 0."""
@@ -317,9 +319,9 @@ class _Flash(torch.autograd.Function):
         first, second = (length, heads) if by_token else (heads, length)
         result = query.new_empty(batch, first, second, value.shape[-1])
         result = result.transpose(1, 2) if by_token else result
-        of_type = None if mask is None else query.new_empty(mask.shape)
+        converted_mask = None if mask is None else query.new_empty(mask.shape)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, log_sums, of_type)
+        ctx.save_for_backward(query, key, value, result, log_sums, converted_mask)
         _Flash.results += result.nbytes + log_sums.nbytes
         return result
 
@@ -329,7 +331,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """Stand-in for mamba-ssm's scan, which saves its inputs and its output."""
+    """A substitute for mamba-ssm's scan, which saves its inputs and its output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -350,16 +352,16 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
 @replaces("`scaled_dot_product_attention`")
 @contextmanager
 def flash_attention(*, copied: bool = False) -> Iterator[None]:
-    """Replace attention, which torch decomposes on the meta device so that scores would be saved."""
+    """Replace attention within the block; on the meta device torch would decompose it and save the scores."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
         if copied and key.shape[1] != query.shape[1]:
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         return _Flash.apply(query, key, value, attn_mask)
 
-    own = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = attend
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = own
+        F.scaled_dot_product_attention = original

@@ -1,8 +1,8 @@
-"""Out-of-memory errors in a step: a restart with half the micro-batch and twice the accumulation, or the fixes.
+"""Out-of-memory errors in a step: restart with half the micro-batch and twice the accumulation, or suggest fixes.
 
 The loss curve does not change, because a step trains on the same samples however they are split. The other ranks may
-sit in a collective of their own pass, which no message reaches. The rank leaves a note and ends; the launcher starts
-all of them again from the newest checkpoint, as after any other failure (launcher/supervision/restarts.py).
+be waiting in a collective, where no message reaches them. The rank therefore writes a note and exits; the launcher
+restarts all ranks from the newest checkpoint, as after any other failure (launcher/supervision/restarts.py).
 """
 
 import traceback
@@ -18,7 +18,7 @@ from trainer.contract.restart_record import RestartNote
 from trainer.memory.advice import smaller_batch
 from trainer.memory.planner import Planner
 
-_ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_CUDA_LIBRARY_ERRORS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
 
 
@@ -47,7 +47,8 @@ class Recovery:
         try:
             return launch()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            in_library = any(text in str(error) for text in _CUDA_LIBRARY_ERRORS)
+            if not (isinstance(error, torch.OutOfMemoryError) or in_library):
                 raise
             try:
                 raise self._failure(step, saved_at) from error
@@ -59,9 +60,9 @@ class Recovery:
         training = self._config.training
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:
-            return OutOfMemory(self._with_fixes(step))
-        size_then, accumulation_then = smaller_batch(size, accumulation, size // 2).values()
-        note = RestartNote(step, size_then, accumulation_then, self._config.zero.stage)
+            return OutOfMemory(self._describe_fixes(step))
+        new_size, new_accumulation = smaller_batch(size, accumulation, size // 2).values()
+        note = RestartNote(step, new_size, new_accumulation, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
         return OutOfMemory(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "
@@ -70,24 +71,21 @@ class Recovery:
             EXIT_RESTART,
         )
 
-    def _with_fixes(self, step: int) -> str:
+    def _describe_fixes(self, step: int) -> str:
         training = self._config.training
         when = f"step {step}: out of memory with batch_size {training.batch_size}"
         when += " in the optimizer's step" if self.is_updating else ""
-        ways = {
+        fixes = {
             "training.optimizer=adamw_8bit": self.is_updating,
             "zero.offload_optimizer=true": self.is_updating,
             "training.on_oom=halve": training.on_oom == "stop" and training.batch_size > 1 and not self.is_updating,
             "training.gradient_checkpointing=true": training.gradient_checkpointing == "none",
             "training.gradient_checkpointing_layers=null": training.gradient_checkpointing_layers is not None,
-            **{f"{name}={value}": True for name, value in self._planner.smaller_samples(self._config).items()},
+            **{f"{name}={value}": True for name, value in self._planner.halve_samples(self._config).items()},
             "adapter=qlora": self._config.adapter == "lora",
             "zero.stage=3": self._world_size > 1 and self._config.zero.stage < 3,
         }
-        fixes = ", or ".join(way for way, helps in ways.items() if helps)
-        return f"{when}; use {fixes}; `zerolora estimate` shows what each would need"
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error of torch or of a CUDA library is an out-of-memory error."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _ALSO_OUT_OF_MEMORY)
+        settings = ", or ".join(setting for setting, helps in fixes.items() if helps)
+        if not settings:
+            return f"{when}; use a smaller model or a larger GPU"
+        return f"{when}; use {settings}; `zerolora estimate` shows what each would need"

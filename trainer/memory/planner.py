@@ -13,8 +13,8 @@ from trainer.config.checks import check_combinations
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Seen, Work, add_layers, tower_activations
-from trainer.memory.bytes import GIB, Estimate, estimate, offloaded
+from trainer.memory.activations import Activations, Work, add_layers, tower_activations
+from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
@@ -27,12 +27,12 @@ LARGEST_BATCH = 256
 SPARE = 0.05
 """Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
-"""Models without attention that run a Python loop over tokens, and the tokens that are observed; memory is linear."""
-SHORTEST = 256
-"""Tokens; shorter samples are not suggested."""
+"""Models without attention that loop over tokens in Python, and the tokens to observe; their memory is linear."""
+MIN_HALVED_LENGTH = 256
+"""Sequences up to this length are not halved."""
 STAGES = (0, 1, 2, 3)
-# Without a GPU, memory does not decide: the default.
 CPU_STAGE = 2
+"""The stage without a GPU, where memory does not decide."""
 RECOMPUTATION = "training.gradient_checkpointing"
 LAYERS = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
@@ -40,7 +40,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Size of the samples: the most tokens, the most targets, and the number of samples."""
+    """Sizes of the samples: the largest number of tokens and of targets, and the number of samples."""
 
     longest: int
     targets: int
@@ -48,36 +48,45 @@ class Lengths:
     reference: int | None = None
     """Positions of all scu.reference texts at which adapter and base are compared; None if unknown."""
     images: int = 0
-    """Image tokens of a sample, on average: of those with images, or of packs."""
+    """Mean image tokens of the samples with images, or of a pack."""
 
     @classmethod
-    def assumed(cls, config: RunConfig) -> "Lengths":
-        """Assume the maximum length for every sequence, without data."""
-        longest = config.dataset.max_length
-        return cls(longest, targets=longest)
+    def assume(cls, config: RunConfig) -> "Lengths":
+        """Return the maximum length for every sequence, for use without data."""
+        return cls(config.dataset.max_length, targets=config.dataset.max_length)
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples (of a stream and None unknown) and of the scu.reference texts."""
+    def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
+        """Return the lengths of prepared samples and of the scu.reference texts; a stream's and None are assumed."""
         if not hasattr(samples, "lengths"):
-            return cls.assumed(config)
+            return cls.assume(config)
         tokens, targets = samples.lengths()
-        target_count = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
-        return cls(int(tokens.max()), int(targets.max()), len(tokens), target_count)
+        positions = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
+        return cls(int(tokens.max()), int(targets.max()), len(tokens), positions)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A possible configuration with its estimate, or the reason why it is refused."""
+    """A configuration after some changes, with its estimate or the reason why it is refused."""
 
     config: RunConfig
-    found: Estimate | None
+    changes: Changes
+    estimate: Estimate | None
     refusal: str = ""
+
+    @property
+    def needed(self) -> float:
+        """Bytes that must be free on a GPU; infinite if the configuration is refused."""
+        return math.inf if self.estimate is None else self.estimate.needed
+
+    def __str__(self) -> str:
+        values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
+        return " ".join(f"{name}={value}" for name, value in values.items()) + f" ({gib(self.needed)})"
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Estimates for variants of a configuration on one machine."""
+    """Estimates the memory of variants of a configuration on one machine."""
 
     shapes: Shapes
     lengths: Lengths
@@ -87,36 +96,35 @@ class Planner:
     decide = staticmethod(decide)
 
     @classmethod
-    def of_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
-        """Build the planner of a run; `prepared` may lack data, which then counts as of the maximum length."""
+    def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
+        """Build the planner of a run; if `prepared` lacks data, every sequence counts as the maximum length."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
-        lengths = Lengths.of(config, data and data.train, prepared.reference)
+        lengths = Lengths.from_samples(config, data and data.train, prepared.reference)
         if data and data.stats.with_images:
-            found = data.stats
-            mean, dense = found.image_tokens / found.with_images, found.image_tokens / found.tokens
-            lengths = replace(lengths, images=int(lengths.longest * dense if config.dataset.packing else mean))
+            stats = data.stats
+            mean, fraction = stats.image_tokens / stats.with_images, stats.image_tokens / stats.tokens
+            lengths = replace(lengths, images=int(lengths.longest * fraction if config.dataset.packing else mean))
         return cls(shapes, lengths, machine)
 
     @staticmethod
-    def smaller_samples(config: RunConfig) -> Changes:
+    def halve_samples(config: RunConfig) -> Changes:
         """Return the setting that halves the size of samples, or an empty dict if they would be too small."""
         length = config.dataset.max_length
-        return {"dataset.max_length": length // 2} if length > SHORTEST else {}
+        return {"dataset.max_length": length // 2} if length > MIN_HALVED_LENGTH else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
-        checkpoints = config.training.save_total_limit or 1
-        best = int(config.training.best_checkpoint)
         decided = self.decisions(config)
-        work, placement = self.work(config, decided), self._placement(config, decided)
-        seen, images = self.seen(work), self.lengths.images * work.rows * (not config.vision.cache)
+        work, placement = self.build_work(config, decided), self._placement(config, decided)
+        activations = self.estimate_activations(work)
+        images = self.lengths.images * work.rows * (not config.vision.cache)
         tower, kept = tower_activations(self.shapes.model, images, work)
-        seen = replace(seen, kept=seen.kept + kept * (config.vision.train == "lora"))
-        return estimate(self.shapes, work, placement, seen, tower, checkpoints=checkpoints + best)
+        activations = replace(activations, kept=activations.kept + kept * (config.vision.train == "lora"))
+        return estimate(self.shapes, work, placement, activations, tower)
 
-    def traffic(self, config: RunConfig) -> dict[str, int]:
+    def bytes_received(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
 
         Weights are gathered in the forward and in the backward pass of each micro-step. A ring sums gradients.
@@ -129,8 +137,8 @@ class Planner:
         near = sum(hosts[rank] == hosts[group[0]] for rank in group)
         weights = 0
         if placement.zero.stage == 3:
-            once = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
-            weights = 2 * placement.training.gradient_accumulation_steps * once
+            layers = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
+            weights = 2 * placement.training.gradient_accumulation_steps * layers
         gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
@@ -138,62 +146,54 @@ class Planner:
             "gradients": gradients,
         }
 
-    def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
-        """Return the estimate after some changes, or why they cannot be combined."""
+    def try_changes(self, config: RunConfig, changes: Changes) -> Choice:
+        """Return the configuration after some changes with its estimate, or why they cannot be combined."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
         except UserError as error:
-            return Choice(changed, None, str(error))
-        return Choice(changed, self.estimate(changed))
+            return Choice(changed, changes, None, str(error))
+        return Choice(changed, changes, self.estimate(changed))
 
-    def table(self, config: RunConfig) -> list[Choice]:
-        """Return every stage, without and with each kind of offload."""
+    def list_stages(self, config: RunConfig) -> list[Choice]:
+        """Return every stage with each possible kind of offload."""
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
         variations = [
             {"zero.stage": stage, **OFFLOADS[name]}
             for stage in STAGES
             for name in [*OFFLOADS][: {0: 1, 3: 3}.get(stage, 2)]
         ]
-        return [self.choice(config, changes) for changes in variations]
+        return [self.try_changes(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
         """Return the lowest stage with an estimate within `memory` bytes, with the configured offload."""
-        for stage in STAGES:
-            found = self.choice(config, {"zero.stage": stage}).found
-            if found is not None and found.needed <= memory:
-                return stage
-        return None
+        choices = (self.try_changes(config, {"zero.stage": stage}) for stage in STAGES)
+        return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
-    def most_rows(self, config: RunConfig) -> int:
+    def largest_useful_batch(self, config: RunConfig) -> int:
         """Return the largest useful micro-batch regardless of memory."""
-        together, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
-        if together not in (None, AUTO):
-            return min(LARGEST_BATCH, max(1, together // ranks))
+        global_batch, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
+        if global_batch not in (None, AUTO):
+            return min(LARGEST_BATCH, max(1, global_batch // ranks))
         if self.lengths.samples:
-            of_epoch = self.lengths.samples // (ranks * config.training.gradient_accumulation_steps)
-            return min(LARGEST_BATCH, max(1, of_epoch))
+            epoch = self.lengths.samples // (ranks * config.training.gradient_accumulation_steps)
+            return min(LARGEST_BATCH, max(1, epoch))
         return LARGEST_BATCH
 
-    def sample_text(self, config: RunConfig) -> str:
-        """Format the size of a sample."""
-        return f"{self.lengths.longest:,} tokens"
-
     def largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch within `memory` bytes, less `SPARE` if several rows; 0 if none fits."""
-        most = self.most_rows(config)
-        fits, too_large = 0, most + 1
+        """Return the largest micro-batch within `memory` bytes, less `SPARE` for several rows; 0 if none fits."""
+        fits, too_large = 0, self.largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
-            found = self.estimate(apply_changes(config, {"training.batch_size": middle}))
-            if found.needed + (int(found.peak * SPARE) if middle > 1 else 0) <= memory:
+            estimate = self.estimate(apply_changes(config, {"training.batch_size": middle}))
+            if estimate.needed + (int(estimate.peak * SPARE) if middle > 1 else 0) <= memory:
                 fits = middle
             else:
                 too_large = middle
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Replace `auto`: the least recomputation that fits, with it the lowest stage, then the largest batch.
+        """Resolve `auto`: the least recomputation that fits, then the lowest stage, then the largest batch.
 
         Stages are tried with micro-batch 1 if that is `auto`. If nothing fits, the last stage and micro-batch 1 are
         chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage 2
@@ -208,7 +208,7 @@ class Planner:
         return all_layers if self.estimate(all_layers).needed > memory else self._fewest_layers(all_layers, memory)
 
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        """Set the smallest number of recomputed layers that fits `memory`, if not all are needed."""
+        """Return the configuration with the smallest number of recomputed layers that fits `memory`."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -222,14 +222,13 @@ class Planner:
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, config.data_ranks(self.machine.world_size)
         config = resolve_global_batch(config, samples, ranks)
-        stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
-        if batch_open:
+        auto_batch = config.training.batch_size == AUTO
+        if auto_batch:
             config = apply_changes(config, {"training.batch_size": 1})
-        if stage_open:
-            stage = self._cpu_stage(config) if memory is None else self.lowest_stage(config, memory)
-            config = apply_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
+        if config.zero.stage == AUTO:
+            config = apply_changes(config, {"zero.stage": self._choose_stage(config, memory)})
         config = self._choose_shard_group(config, memory)
-        if batch_open and memory is not None:
+        if auto_batch and memory is not None:
             config = apply_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
         config = resolve_global_batch(config, samples, ranks)
         check_combinations(config)
@@ -243,26 +242,25 @@ class Planner:
         fits = memory is None or self.estimate(host).needed <= memory
         return host if fits else apply_changes(config, {"zero.shard_within": "all"})
 
-    def _cpu_stage(self, config: RunConfig) -> int | None:
-        return CPU_STAGE if self.choice(config, {"zero.stage": CPU_STAGE}).found is not None else None
-
-    def _highest_allowed(self, config: RunConfig) -> int:
-        allowed = [stage for stage in STAGES if self.choice(config, {"zero.stage": stage}).found is not None]
+    def _choose_stage(self, config: RunConfig, memory: int | None) -> int:
+        """Return the lowest stage that fits, or CPU_STAGE without a GPU; if not possible, the highest allowed one."""
+        if memory is not None and (stage := self.lowest_stage(config, memory)) is not None:
+            return stage
+        choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
+        allowed = [stage for stage, choice in choices.items() if choice.estimate is not None]
         if not allowed:
-            raise UserError(f"zero.stage=auto: {self.choice(config, {'zero.stage': CPU_STAGE}).refusal}")
-        return allowed[-1]
+            raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].refusal}")
+        return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
     def decisions(self, config: RunConfig) -> Decisions:
-        """Return the decisions for a configuration on this machine."""
         return self.decide(config, self.machine, self.shapes.properties)
 
-    def work(self, config: RunConfig, decided: Decisions) -> Work:
-        """Return the sizes and kernels of one micro-step."""
+    def build_work(self, config: RunConfig, decided: Decisions) -> Work:
         training = config.training
         kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_room
         if room is not None:
-            room = max(0, room - offloaded(self.shapes, self._placement(config, decided)))
+            room = max(0, room - offloaded_bytes(self.shapes, self._placement(config, decided)))
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
@@ -281,7 +279,7 @@ class Planner:
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
-            # Attention sinks without flash attention: the model's own code, as if the pack were one document.
+            # Attention sinks without flash attention: counts the model's own code, with the pack as one document.
             attention = "eager" if self.shapes.properties.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
         return Kernels(
@@ -304,26 +302,26 @@ class Planner:
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 
-    def seen(self, work: Work) -> Seen:
-        """Return the activations of a micro-step."""
+    def estimate_activations(self, work: Work) -> Activations:
         plain = replace(work.kernels, recomputed="none", selective=False)
-        of_kind, of_plain = (self._layers(kernels, work.rows) for kernels in (work.kernels, plain))
-        layers = self.shapes.layers
-        larger = work.larger_pass / work.rows
-        return add_layers([of_kind[kind] for kind in layers], [of_plain[kind] for kind in layers], larger, work)
+        layers, plain_layers = (
+            [observed[kind] for kind in self.shapes.layers]
+            for observed in (self._layers(kernels, work.rows) for kernels in (work.kernels, plain))
+        )
+        return add_layers(layers, plain_layers, work.larger_pass / work.rows, work)
 
     def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            once, twice = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
-            return {kind: layer.extend(twice[kind], kernels.length / SHORT - 1) for kind, layer in once.items()}
-        few = rows_to_observe(self.shapes, kernels)
-        if rows <= few:
-            return self._observed(kernels, rows)
-        once, twice = self._observed(kernels, few), self._observed(kernels, 2 * few)
-        return {kind: layer.extend(twice[kind], rows / few - 1) for kind, layer in once.items()}
+            single, double = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
+            return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
+        linear_from = rows_to_observe(self.shapes, kernels)
+        if rows <= linear_from:
+            return self._observe(kernels, rows)
+        single, double = (self._observe(kernels, count) for count in (linear_from, 2 * linear_from))
+        return {kind: layer.extrapolate(double[kind], rows / linear_from - 1) for kind, layer in single.items()}
 
     @cached_property
-    def _observed(self) -> Callable[[Kernels, int], dict[int, Layer]]:
+    def _observe(self) -> Callable[[Kernels, int], dict[int, Layer]]:
         return cache(partial(observe_layers, self.shapes))
 
     def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
@@ -383,28 +381,28 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update=top)
 
 
-def combine_adapters(config: RunConfig, own: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
-    """Return the configuration with which `adapters` are built and estimated: one adapter with the sum of their ranks.
+def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
+    """Return the configuration that builds and estimates `adapters` as one, with the sum of their ranks and rows.
 
-    `own` are those of the adapters. A micro-batch has the rows of all. On a CPU, where a run alone has PEFT's layers,
-    the operators are plain torch.
+    `runs` are the configurations of the adapters. On a CPU, where a single run has PEFT's layers, the operators are
+    plain torch.
     """
-    first, longest = own[0], max(own, key=lambda each: each.dataset.max_length)
-    whole = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})
+    first, longest = runs[0], max(runs, key=lambda each: each.dataset.max_length)
+    combined = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})
     changes: Changes = {
-        "lora.r": sum(each.lora.r for each in own),
+        "lora.r": sum(each.lora.r for each in runs),
         "lora.rank_pattern": {},
-        "training.batch_size": sum(each.training.batch_size for each in own),
+        "training.batch_size": sum(each.training.batch_size for each in runs),
         "training.global_batch_size": None,
         "training.cuda_graphs": "off",
     }
     if config.ops.backend == "auto" and not on_gpu:
         changes["ops.backend"] = "reference"
-    return apply_changes(whole, changes)
+    return apply_changes(combined, changes)
 
 
-def gib(size: int) -> str:
-    """Format bytes as GiB, or as MiB below a tenth of one."""
+def gib(size: float) -> str:
+    """Format bytes as GiB, or as MiB below 0.1 GiB."""
     if size < GIB / 10:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"

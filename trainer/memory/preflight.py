@@ -1,10 +1,9 @@
-"""Before training, resolve `auto` and check the estimate against each GPU; after it, compare estimate and peak."""
+"""Resolve `auto` and check the estimate against each GPU before training; compare it with the peak afterwards."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
@@ -13,7 +12,7 @@ from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, Estimate, to_json
+from trainer.memory.bytes import CONTEXT, Estimate
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.observed import NoEstimate
 from trainer.memory.oom_recovery import Recovery
@@ -30,42 +29,39 @@ class MemoryPlan:
     """The configuration without `auto`, its estimate, and lines for the console."""
 
     config: RunConfig
-    found: Estimate | None
+    estimate: Estimate | None
     decisions: Decisions
     planner: type[Planner]
     notes: tuple[str, ...] = ()
 
     def recovery(self, world_size: int) -> Recovery:
-        """Return the guard of the run's steps against running out of memory."""
+        """Return the handler of out-of-memory errors in the run's steps."""
         return Recovery(self.config, world_size, self.planner)
 
-    def measure_peak(self, device: torch.device) -> int:
+    def measure_peak(self) -> int:
         """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
-        peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(float(peak) * 2**30)
+        return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
-        """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
+        """Write estimate, measured peak and decisions to run.json; return a line for the console.
 
         On a CPU the whole process is measured, including Python and libraries, and there is no estimate.
         """
         on_gpu = device.type == "cuda"
-        found = self.found if on_gpu else None
+        estimate = self.estimate if on_gpu else None
         path = run_dir / "run.json"
         record = read_json(path)
         record["decisions"] = self.decisions.to_json()
         record["memory"] = {
-            "predicted": None if found is None else to_json(found),
+            "predicted": None if estimate is None else estimate.to_json(),
             "measured_bytes": measured,
             "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
         }
         write_json(path, record)
-        if found is None:
+        if estimate is None:
             return f"{'memory':<12} peak {gib(measured)}, no estimate"
-        error = measured / found.peak - 1
-        return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({error:+.1%})"
+        error = measured / estimate.peak - 1
+        return f"{'memory':<12} {gib(estimate.peak)} predicted, {gib(measured)} measured ({error:+.1%})"
 
 
 def plan_memory(
@@ -74,17 +70,17 @@ def plan_memory(
     """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
     Rank 0 estimates for the GPU with the least free memory and broadcasts the plan. Raises UserError on every rank,
-    with the figures and three changes, unless training.ignore_memory_check is set.
+    with the figures and suggested changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    found = gather_objects((host_name(), free_host_memory()))
-    hosts = tuple(host for host, _ in found)
-    room = min(free // hosts.count(host) for host, free in found)
+    free_by_rank = gather_objects((host_name(), free_host_memory()))
+    hosts = tuple(host for host, _ in free_by_rank)
+    room = min(free // hosts.count(host) for host, free in free_by_rank)
 
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
-        own = _has_own_kernels(config, device)
-        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), hosts, room)
+        own_kernels = _has_own_kernels(config, device)
+        machine = Machine(ranks.world_size, on_gpu, precision, own_kernels, flash, has_scan_kernels(), hosts, room)
         return plan_for_machine(kind, machine, config, prepared, memory)
 
     return run_on_main(ranks, plan)
@@ -93,64 +89,64 @@ def plan_memory(
 def plan_for_machine(
     kind: type[Planner], machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None
 ) -> MemoryPlan:
-    """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
-    counted = count_samples(prepared), config.data_ranks(machine.world_size)
-    config = resolve_global_batch(config, *counted)
-    is_open = AUTO in (config.zero.stage, config.training.batch_size)
+    """Plan for ranks with `memory` bytes of GPU memory each, or None for CPUs; raises UserError like `plan_memory`."""
+    counts = count_samples(prepared), config.data_ranks(machine.world_size)
+    config = resolve_global_batch(config, *counts)
+    has_auto = AUTO in (config.zero.stage, config.training.batch_size)
     try:
-        planner = kind.of_run(machine, config, prepared)
-        planner.estimate(planner.resolve(config, None))  # which runs layers of the model
+        planner = kind.from_run(machine, config, prepared)
+        planner.estimate(planner.resolve(config, None))  # runs layers of the model, which may fail
     except (NoEstimate, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
+        # A model without an estimate still trains, if no setting depends on the estimate.
         reason = error.reason if isinstance(error, NoEstimate) else f"{type(error).__name__}: {error}"
-        if is_open:
+        if has_auto:
             raise UserError(
-                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to a number"
+                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to numbers"
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
-        config = resolve_eval_and_save_steps(config, *counted)
-        unread, note = kind.decide(config, machine, None), f"no memory estimate for this model ({reason})"
-        return MemoryPlan(config, None, unread, kind, (note,))
-    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counted)
-    found = planner.estimate(resolved)
+        config = resolve_eval_and_save_steps(config, *counts)
+        note = f"no memory estimate for this model ({reason})"
+        return MemoryPlan(config, None, kind.decide(config, machine, None), kind, (note,))
+    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counts)
+    estimate = planner.estimate(resolved)
     notes = []
-    if is_open:
+    if has_auto:
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
-        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults without a GPU"
+        reason = f"{gib(estimate.peak)} estimated" if memory is not None else "the defaults without a GPU"
         notes.append(f"auto: {chosen}, {reason}")
     if config.training.gradient_checkpointing == "auto" and memory is not None:
-        notes.append(recomputation_line(planner, resolved, memory))
-    if short := _host_shortage(planner, resolved):
-        notes.append(short)
-    if memory is not None and found.needed > memory:
+        notes.append(describe_recomputation(planner, resolved, memory))
+    if shortage := _describe_host_shortage(planner, resolved):
+        notes.append(shortage)
+    if memory is not None and estimate.needed > memory:
         problem = describe_misfit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, found, planner.decisions(resolved), kind, tuple(notes))
+    return MemoryPlan(resolved, estimate, planner.decisions(resolved), kind, tuple(notes))
 
 
-def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
-    """Explain how `training.gradient_checkpointing: auto` was resolved."""
-    training, found = resolved.training, planner.estimate(resolved)
-    way, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
+def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
+    """Return a line that explains how `training.gradient_checkpointing: auto` was resolved."""
+    training, estimate = resolved.training, planner.estimate(resolved)
+    mode, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
-    line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
+    line = f"auto: gradient checkpointing {mode}{which}, {gib(estimate.needed)} estimated"
     without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
-    return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
+    return line if mode == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
-def _host_shortage(planner: Planner, resolved: RunConfig) -> str:
-    """Describe how much of the offloaded activations stays on the GPU for lack of host memory."""
+def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
+    """Return a warning if host memory has no room for all offloaded activations, otherwise an empty string."""
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
-    work = planner.work(resolved, planner.decisions(resolved))
-    wanted, there = (planner.seen(each).on_host for each in (replace(work, host_room=None), work))
-    if there == wanted:
+    work = planner.build_work(resolved, planner.decisions(resolved))
+    needed, fitting = (planner.estimate_activations(each).on_host for each in (replace(work, host_room=None), work))
+    if fitting == needed:
         return ""
-    short = f"training.offload_activations: host memory has room for {gib(there)} of {gib(wanted)} per rank"
-    return f"[yellow]warning:[/yellow] {short}; the rest stays on the GPU"
+    problem = f"training.offload_activations: host memory has room for {gib(fitting)} of {gib(needed)} per rank"
+    return f"[yellow]warning:[/yellow] {problem}; the rest stays on the GPU"
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
@@ -164,15 +160,12 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the free bytes of the rank with the least, including its CUDA context; None without a GPU."""
+    """Return the free bytes of the GPU with the least, including its CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     usable = min(free, int(total * (config.training.memory_fraction or 1.0)))
-    least = torch.tensor(usable, dtype=torch.int64, device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least) + CONTEXT
+    return min(gather_objects(usable)) + CONTEXT
 
 
 def peak_memory_gib() -> float:

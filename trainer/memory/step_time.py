@@ -1,7 +1,7 @@
 """Predict the time of a step on any number of GPUs from measured utilizations and the speed of links.
 
-Per layer, computation runs while the weights of the next layer are gathered: a gather that is shorter only slows the
-products, a longer one is waited for. Gradients of the adapter are summed when the backward pass is over.
+A layer computes while the weights of the next layer are gathered: a shorter gather only slows down the products, and a
+longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
 """
 
 import math
@@ -18,59 +18,58 @@ from trainer.model.expert_layers import experts_per_token
 from trainer.monitor.mfu import PEAKS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
-MEASURED = "H100"
-"""The card that gives the figures, with a note, for cards that were never measured."""
-FORWARD = 0.3
-"""Cost of recomputing the forward pass of a layer without attention, over that of its step without attention."""
+REFERENCE_CARD = "H100"
+"""The card with the figures that are assumed, with a note, for cards without measurements."""
+RECOMPUTED_FORWARD = 0.3
+"""Time to recompute a layer's forward pass, divided by that of its whole step, both without attention."""
 SKEW = 0.0035
-"""Standard deviation of a rank's step over its mean; a step takes as long as that of the slowest rank."""
+"""Standard deviation of a rank's step time over its mean; a step takes as long as on the slowest rank."""
 LATENCY_S = 20e-6
-"""Of each doubling of the number of ranks in a collective."""
-BACKWARD = 2.5
-"""Products of attention's backward pass over those of its forward pass."""
+"""Latency of a collective for each doubling of the number of ranks."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass divided by those of its forward pass."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective of a step."""
+    """A kind of collective in a step."""
 
     name: str
     per_step: int
+    """Number of times in a step."""
     bytes_received: int
-    """By a GPU, each time."""
+    """Bytes that a GPU receives each time."""
     seconds: float
-    """Each time, if nothing else runs."""
+    """Time of each, if nothing else runs."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on one GPU, by what it does or waits for."""
+    """Seconds of a step on one GPU, by activity."""
 
     compute: float
     gathers: float
-    """By which gathers make the step longer, whether they slow products or are waited for."""
+    """Time that gathers add to the step, by slowing down products or delaying them."""
     exchanges: float
-    """Of attention's inputs and outputs between the ranks that share a sequence."""
+    """Exchange of attention's inputs and outputs between the ranks that share a sequence."""
     gradients: float
     slowest: float
-    """Until the slowest rank is done."""
+    """Waiting for the slowest rank."""
     tokens: int
-    """Tokens of a step on one GPU."""
+    """Tokens per step and GPU."""
     collectives: tuple[Collective, ...] = ()
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by name."""
         return {name: getattr(self, name) for name in ("compute", "gathers", "exchanges", "gradients", "slowest")}
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.parts.values())
 
 
 def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
-    """Return the time of a step of a configuration without `auto`, and a note on what was never measured.
+    """Return the time of a step of a configuration without `auto`, and a note on figures that are assumed.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError for
     configurations without a predictable speed.
@@ -81,36 +80,38 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
         reason = "the speed of gathers by module and of offloading is not predicted"
         raise UserError(f"--network: {reason}; estimate without --network, --price and --card")
     measured, utilization, note = _find_measured(planner, config, card)
-    work, accumulation, ranks = planner.work(config, decided), training.gradient_accumulation_steps, machine.world_size
+    work = planner.build_work(config, decided)
+    accumulation, ranks = training.gradient_accumulation_steps, machine.world_size
     fraction = _recomputed_fraction(config, len(planner.shapes.layers))
-    compute = _compute(planner, config, work, fraction, measured, peak(card) * utilization)
-    gather, gathering = _gather(planner, config, measured["link"], network)
+    compute = _predict_compute(planner, config, work, fraction, measured, peak_flops(card) * utilization)
+    gather, gathers = _predict_gathers(planner, config, measured["link"], network)
     slowed = compute + measured["interference"] * min(gather, compute)
-    longer = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
-    shares_hosts = len(set(machine.hosts[: config.parallel.sequence])) <= 1
-    exchange, exchanging = _exchange(planner, config, work, fraction, measured["exchange"] if shares_hosts else network)
+    added = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
+    within_host = len(set(machine.hosts[: config.parallel.sequence])) <= 1
+    link = measured["exchange"] if within_host else network
+    exchange, exchanges = _predict_exchanges(planner, config, work, fraction, link)
     slowest_link = network if len(set(machine.hosts)) > 1 else measured["link"]
-    received = planner.traffic(config)["gradients"]
+    received = planner.bytes_received(config)["gradients"]
     gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
     slowest = SKEW * math.sqrt(2 * math.log(ranks)) * compute * accumulation
     tokens = work.rows * work.kernels.length * accumulation
-    summing = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
-    collectives = (*gathering, *exchanging, *summing)
-    longer, exchange = longer * accumulation, exchange * accumulation
-    return StepTime(compute * accumulation, longer, exchange, gradients, slowest, tokens, collectives), note
+    sums = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
+    parts = (compute * accumulation, added * accumulation, exchange * accumulation, gradients, slowest)
+    return StepTime(*parts, tokens, (*gathers, *exchanges, *sums)), note
 
 
 def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
-    """Return what was measured on a card or on MEASURED, its utilization for this base, and a note on what was not."""
+    """Return the figures of a card or of REFERENCE_CARD, its utilization for this base, and a note on assumptions."""
     measured, note = CARDS.get(card), ""
     if measured is None:
-        measured, note = CARDS[MEASURED], f"{card} was never measured: assumes the utilization and links of {MEASURED}"
+        measured = CARDS[REFERENCE_CARD]
+        note = f"{card} was never measured: assumes the utilization and links of {REFERENCE_CARD}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
-    known = measured.get("experts", {}) if has_experts else measured["utilization"]
-    if kind not in known:
+    utilization = measured.get("experts", {}) if has_experts else measured["utilization"]
+    if kind not in utilization:
         note = note or f"{kind}{' with experts' * has_experts} was never measured on {card}"
-    return measured, known.get(kind, known.get("bf16", measured["utilization"]["bf16"])), note
+    return measured, utilization.get(kind, utilization.get("bf16", measured["utilization"]["bf16"])), note
 
 
 def _recomputed_fraction(config: RunConfig, layers: int) -> float:
@@ -121,7 +122,7 @@ def _recomputed_fraction(config: RunConfig, layers: int) -> float:
     return min(config.training.gradient_checkpointing_layers or layers, layers) / layers
 
 
-def _compute(
+def _predict_compute(
     planner: Planner, config: RunConfig, work: Work, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
     """Return the seconds of a micro-step's computation: attention at its own rate, all else at `rate` FLOP/s."""
@@ -131,25 +132,26 @@ def _compute(
     speeds = measured["attention"]
     forward, backward = speeds[max((each for each in speeds if each <= length), default=min(speeds))]
     selective = config.training.gradient_checkpointing == "selective"
-    again = fraction if config.training.recompute_attention and not selective else 0.0
-    layers = linear / rate * (1 + FORWARD * fraction)
-    return layers + attention * ((1 + again) / forward + BACKWARD / backward)
+    recomputed = fraction if config.training.recompute_attention and not selective else 0.0
+    layers = linear / rate * (1 + RECOMPUTED_FORWARD * fraction)
+    return layers + attention * ((1 + recomputed) / forward + ATTENTION_BACKWARD / backward)
 
 
-def _gather(planner: Planner, config: RunConfig, link: float, network: float) -> tuple[float, list[Collective]]:
+def _predict_gathers(
+    planner: Planner, config: RunConfig, link: float, network: float
+) -> tuple[float, list[Collective]]:
     """Return the seconds of a micro-step's gathers of weights if nothing else runs."""
-    traffic, accumulation = planner.traffic(config), config.training.gradient_accumulation_steps
-    near, far = (traffic[f"weights_from_{place}"] / accumulation for place in ("its_host", "other_hosts"))
+    traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
+    near, far = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
     seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)
     if not seconds:
         return 0.0, []
     seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
-    place = "from this and other hosts" if far else "within the host"
-    one = Collective(f"gather of a layer {place}", count * accumulation, int(near + far) // count, seconds / count)
-    return seconds, [one]
+    name = f"gather of a layer {'from this and other hosts' if far else 'within the host'}"
+    return seconds, [Collective(name, count * accumulation, int(near + far) // count, seconds / count)]
 
 
-def _exchange(
+def _predict_exchanges(
     planner: Planner, config: RunConfig, work: Work, fraction: float, link: float
 ) -> tuple[float, list[Collective]]:
     """Return the seconds of a micro-step's exchanges of tokens for heads: two per layer and pass."""
@@ -166,7 +168,7 @@ def _exchange(
     return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]
 
 
-def peak(card: str) -> float:
+def peak_flops(card: str) -> float:
     """Return the dense 16-bit FLOP/s of a card; raises UserError if it is unknown."""
     if card not in PEAKS:
         raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAKS)}")
@@ -174,7 +176,7 @@ def peak(card: str) -> float:
 
 
 def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
-    """Return the model FLOPs of a micro-batch without attention, as trainer/monitor/mfu.py counts those of batches."""
+    """Return the model FLOPs of a micro-batch without attention, counted as in trainer/monitor/mfu.py."""
     visited, tokens = experts_per_token(shapes.model.config.get_text_config()), rows * length
     per_token = 0.0
     for weight in shapes.weights:
@@ -185,13 +187,12 @@ def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
 
 
 def attention_flops(shapes: Shapes, rows: int, length: int) -> float:
-    """Return the FLOPs of causal attention over whole sequences in one forward pass: 2 L^2 for each head and size."""
+    """Return the FLOPs of causal attention over whole sequences in one forward pass: 2 L^2 x heads x head size."""
     heads, size = _heads(shapes)
     return 2.0 * rows * length**2 * heads * size * len(shapes.layers)
 
 
 def _heads(shapes: Shapes) -> tuple[int, int]:
-    """Return the number of attention heads and their size."""
     config = shapes.model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", 0)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

@@ -1,4 +1,4 @@
-"""The tensors and layers of a model, and the bytes of its weights on one rank: stored, sharded, gathered at stage 3."""
+"""The tensors and layers of a model, and the bytes of its weights on one rank: stored, sharded, or gathered."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,15 +12,16 @@ ALLOCATION = 512
 ROUNDED_AT_ONCE = 16
 """Bytes per weight while a matrix is rounded (training.qat): four copies in 32 bits."""
 GATHERED_LAYERS = 2
-"""Layers that are gathered at once at stage 3: the one that computes and the one that is prefetched."""
+"""Layers that are gathered at once at stage 3: the current one and the prefetched one."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter: its elements, whether it is a matrix that a quantized base packs, whether it is trained."""
+    """A parameter of a model."""
 
     elements: int
     packable: bool
+    """Whether it is a matrix that a quantized base packs."""
     trained: bool
     layer: int
     """Index of its decoder layer; -1 outside of layers."""
@@ -40,20 +41,19 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Everything that the estimate uses of a model."""
+    """The properties of a model that the estimate uses."""
 
     hidden: int
     vocabulary: int
     tied: bool
     weights: tuple[Weight, ...]
     layers: tuple[int, ...]
-    """The kind of each layer; layers of one kind keep the same."""
+    """The kind of each layer; layers of one kind keep the same activations."""
     properties: ModelProperties
-    """Model properties that determine the kernels."""
     model: Any = field(repr=False, compare=False)
     """The empty model with its adapter, in which only the first layer of each kind has contents."""
     stored: Literal["", "rows", "blocks", "groups"] = ""
-    """What shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
+    """The unit that shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
     buffers: int = 0
     """Bytes of buffers, which keep their dtype: SD3.5 Medium's position table takes 864 MiB."""
 
@@ -61,11 +61,6 @@ class Shapes:
     def trained(self) -> int:
         """Number of trained elements."""
         return sum(weight.elements for weight in self.weights if weight.trained)
-
-    @property
-    def frozen(self) -> int:
-        """Number of frozen elements."""
-        return sum(weight.elements for weight in self.weights if not weight.trained)
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class Placement:
         return self.element < 4
 
 
-def rounded(size: int) -> int:
+def round_up(size: int) -> int:
     """Round up to the granularity of the allocator."""
     return -(-size // ALLOCATION) * ALLOCATION
 
@@ -102,10 +97,10 @@ def rounded(size: int) -> int:
 def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
     if not is_packed(weight, placement):
-        return rounded(weight.elements * placement.element)
+        return round_up(weight.elements * placement.element)
     if (weight.stored_bits or (8 if placement.quantization.eight_bit and not weight.mxfp4 else 4)) == 8:
-        return rounded(weight.elements) + scale_bytes(weight, placement)
-    return rounded((weight.elements + 1) // 2) + scale_bytes(weight, placement)
+        return round_up(weight.elements) + scale_bytes(weight, placement)
+    return round_up((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
@@ -118,22 +113,22 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
 
     8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
     block and 4 bytes per 256 blocks; codebooks of 16 and 256 32-bit numbers per matrix, shared by experts, which have
-    separate blocks. MXFP4: 1 byte per 32 values. Stored: as its format has them.
+    separate blocks. MXFP4: 1 byte per 32 values. Stored formats: `stored_scales`.
     """
     if not is_packed(weight, placement):
         return 0
     if weight.mxfp4:
-        return rounded(weight.elements // 32)
+        return round_up(weight.elements // 32)
     if weight.stored_bits:
-        return rounded(weight.stored_scales)
+        return round_up(weight.stored_scales)
     if placement.quantization.eight_bit:
-        return rounded(4 * weight.rows)
+        return round_up(4 * weight.rows)
     matrices = max(1, weight.experts)
     blocks = -(-weight.elements // matrices // placement.quantization.block_size)
     if not placement.quantization.double_quant:
-        return rounded(64) + rounded(4 * blocks * matrices)
+        return round_up(64) + round_up(4 * blocks * matrices)
     nested = 4 * -(-blocks // 256) * matrices
-    return rounded(64) + rounded(blocks * matrices) + rounded(nested) + rounded(1024) + rounded(4 * matrices)
+    return round_up(64) + round_up(blocks * matrices) + round_up(nested) + round_up(1024) + round_up(4 * matrices)
 
 
 def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
@@ -141,7 +136,7 @@ def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):
-            layers.setdefault(weight.layer, []).append(rounded(weight.elements * placement.element))
+            layers.setdefault(weight.layer, []).append(round_up(weight.elements * placement.element))
     return max(map(sum, layers.values()), default=0)
 
 
@@ -150,39 +145,40 @@ def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     if not placement.training.qat:
         return 0
     largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
-    return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
+    return round_up(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of frozen weights and scales on this rank: whole, a shard at stage 3, or 0 if offloaded."""
-    return held(sum(stored_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+    frozen = (weight for weight in shapes.weights if not weight.trained)
+    return resident_bytes(sum(stored_bytes(weight, placement) for weight in frozen), placement)
 
 
-def held(size: int, placement: Placement) -> int:
-    """Return the bytes on a rank's GPU of parameters that stage 3 partitions or offloads."""
+def resident_bytes(size: int, placement: Placement) -> int:
+    """Return the bytes that stay on a rank's GPU of `size` bytes that stage 3 partitions or offloads."""
     return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)
 
 
-def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
-    """Return the bytes of weights gathered at once at stage 3: those of layers, and those outside of layers.
+def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
+    """Return the bytes of weights gathered at once at stage 3: in layers, and outside of layers.
 
-    By layer: the largest frozen layer twice; embedding or head while it is used. By module: the same, trained or not,
+    By layer: twice the largest frozen layer; embedding or head while it is used. By module: the same, trained or not,
     and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
     """
-    alone = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
-    if placement.zero.stage < 3 or alone:
+    is_single = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
+    if placement.zero.stage < 3 or is_single:
         return 0, 0
     fetched = fetched_weights(shapes, placement)
     layers = [
         sum(stored_bytes(weight, placement) for weight in fetched if weight.layer == index)
         for index in range(len(shapes.layers))
     ]
-    of_layers = GATHERED_LAYERS * max(layers, default=0)
+    inside = GATHERED_LAYERS * max(layers, default=0)
     outside = max((stored_bytes(weight, placement) for weight in fetched if weight.layer < 0), default=0)
     if placement.by_layer:
-        return of_layers, outside
-    ahead = of_layers + placement.zero.prefetch_bucket_size * placement.element
-    return min(sum(layers), ahead, placement.zero.max_live_parameters * placement.element), outside
+        return inside, outside
+    prefetched = inside + placement.zero.prefetch_bucket_size * placement.element
+    return min(sum(layers), prefetched, placement.zero.max_live_parameters * placement.element), outside
 
 
 def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:

@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 from pydantic import Field
 
 from trainer.config import UserError
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json
 
 LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
@@ -108,10 +108,10 @@ def check_config_file(base_model: str) -> None:
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
-    if (folder / FILE).exists():
+    if (folder / SETTINGS_FILE).exists():
         raise UserError(
             f"{prefix}: also holds an adapter, and transformers would load that with its base instead of these "
-            f"weights; move {FILE} to a separate folder"
+            f"weights; move {SETTINGS_FILE} to a separate folder"
         )
     settings = read_settings(prefix, file, Config)
     for name, shape in (("generation_config.json", Generation), ("tokenizer_config.json", TokenizerConfig)):
@@ -151,7 +151,7 @@ def check_settings(prefix: str, model_config: Any) -> None:
 
 
 def _describe_missing_config(folder: Path) -> str:
-    if (folder / FILE).exists():
+    if (folder / SETTINGS_FILE).exists():
         base = None
         with suppress(UserError):
             base = read_adapter_settings(folder).get("base_model_name_or_path")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.yaml_core import plain, read_yaml
+from trainer.config.yaml_core import parse_scalar, read_yaml
 
 PREFIX = "random:"
 SHAPES_FILE = Path(__file__).with_suffix(".yaml")
@@ -42,7 +42,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = change.partition("=")
         if not equals or not key.strip():
             raise UserError(f"base_model={base_model}: {change!r} is not key=value, such as num_hidden_layers=4")
-        settings[key.strip()] = plain(value)
+        settings[key.strip()] = parse_scalar(value)
     return name, settings
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.config import RunConfig, UserError
+from trainer.config.zero import gathers_by_layer
 from trainer.model.stored_four_bit import FourBitForm, four_bit_form
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.parallel.engine.linear_layers import is_linear

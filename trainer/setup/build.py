@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from trainer.config import RunConfig, engine_zero, trained_in_full
+from trainer.config import RunConfig, engine_zero
+from trainer.config.adapter_settings import fully_trained_modules
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines
@@ -194,7 +195,7 @@ class Builder:
             self._device,
             in_host_memory=zero.offload_parameters,
             pin_memory=zero.pin_memory,
-            keep_whole=trained_in_full(self._config),
+            keep_whole=fully_trained_modules(self._config),
             keep_embeddings=self._task.keep_embeddings(),
             group=group,
         )

@@ -73,7 +73,7 @@ class ImageKind:
     @staticmethod
     def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
         pipeline, side = read_pipeline(config.base_model, config.model), config.image.resolution
-        planner = ImagePlanner.of_run(machine, config, Prepared(None, pipeline, None))
+        planner = ImagePlanner.from_run(machine, config, Prepared(None, pipeline, None))
         return planner, [f"every image counts as {side} x {side}"]
 
     @staticmethod

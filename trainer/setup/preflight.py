@@ -16,7 +16,7 @@ from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.config import RunConfig, UserError
-from trainer.config.adapter_settings import FILE
+from trainer.config.adapter_settings import SETTINGS_FILE
 from trainer.config.needs import switch_value
 from trainer.data.prepared import Prepared, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
@@ -137,8 +137,8 @@ def _uses_operators(config: RunConfig) -> bool:
 def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
     if path and (Path(path).exists() or path.startswith(("/", "."))):
-        if not (Path(path) / FILE).exists():
-            found = "is a file" if Path(path).is_file() else f"has no {FILE}"
+        if not (Path(path) / SETTINGS_FILE).exists():
+            found = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
             raise UserError(f"lora.adapter_path={path}: {found}; use the folder of a PEFT adapter")
         if problem := find_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")

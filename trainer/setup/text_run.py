@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
-from trainer.config.needs import find_settings_of_other_tasks
+from trainer.config.needs import find_other_task_settings
 from trainer.data import DataStats, PreparedData, Samples, prepare_data
 from trainer.data.cache import reference_samples
 from trainer.data.conversations import find_chat_template
@@ -85,7 +85,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
 
 def refuse_image_settings(config: RunConfig) -> None:
     """Raise UserError for a setting of image models in a run on a language model."""
-    for setting in find_settings_of_other_tasks(config, "language" if config.task == "auto" else config.task):
+    for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is not "
             f"one (no {INDEX} in it); remove it"
@@ -189,7 +189,7 @@ def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[s
         prepared = replace(found, reference=load_reference(config, found.tokenizer))
     except UserError as error:
         why = f" ({error})"
-    planner = Planner.of_run(machine, config, prepared)
+    planner = Planner.from_run(machine, config, prepared)
     where = "every sequence counts as" if why else "every sequence of the stream counts as"
     where = "longest sequence in the data:" if planner.lengths.samples else where
     scan = ""

@@ -28,7 +28,7 @@ def check_torch() -> Iterator[Check]:
     if not torch.cuda.is_available():
         has_card = shutil.which("nvidia-smi") is not None
         fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
-        found = f"{built}: sees no GPU" + (" although there is a driver" if has_card else "")
+        found = f"{built}: sees no GPU" + (" although a driver is installed" if has_card else "")
         yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return
     yield Check("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
@@ -62,7 +62,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
-    """Check settings, model, tokenizer and data files as a training start does, and whether the weights are here."""
+    """Check settings, model, tokenizer and data files as training does, and whether the weights are on this machine."""
     from trainer.checkpoint.output_folder import check_early
     from trainer.setup.kinds import kind_of
     from trainer.setup.preflight import check_settings
@@ -75,9 +75,9 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
         kind.read_files(config)
         is_here = kind.has_weights(config)
     except UserError as error:
-        yield Check("run", "FAIL", str(error), "as in the message; `hf download` gets a model elsewhere")
+        yield Check("run", "FAIL", str(error), "as in the message; `hf download` can get a model on another machine")
         return
-    yield Check("run", "OK", f"its settings, {model} and its data can be used")
+    yield Check("run", "OK", f"settings, {model} and data are usable")
     if not is_here:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
         found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "downloaded at the start"
@@ -85,9 +85,9 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
-    """Return estimated bytes of host memory per rank and on disk, or a finding if there is no estimate.
+    """Return estimated bytes of host memory per rank and on disk, or a finding if they cannot be estimated.
 
-    The memory is in addition to the process. On a CPU it includes what would be on the GPU.
+    The memory is in addition to that of the process. On a CPU it includes everything that would be on the GPU.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     from trainer.commands.estimate import build_planner
@@ -103,7 +103,6 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings as one line of JSON."""
     parser = argparse.ArgumentParser(prog="trainer.commands.doctor.probe")
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")

@@ -1,6 +1,6 @@
 """Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
-`zerolora doctor` starts it with the launcher under test: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
+`zerolora doctor` starts them with the configured launcher: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
 Rank 0 prints one line of JSON after MARK.
 """
 
@@ -36,7 +36,7 @@ SIZES = (2**20, 2**24, 2**26)
 """Bytes to reduce for the measurement; CPUs stop at 16 MiB."""
 REPEATS = 5
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
-# Used by every rank if there is no configuration.
+# Used without a configuration.
 ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
 # The bandwidth of 1 Gbit Ethernet, the slowest network that is reasonable for training, GB/s.
 SLOW_GB_PER_S = 0.1
@@ -89,26 +89,25 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_clocks() -> Iterator[Check]:
-    """Check how far the hosts' clocks are apart, with the precision of a barrier."""
+    """Check how much the hosts' clocks differ, up to the precision of a barrier."""
     dist.barrier()
     times = gather_objects((host_name(), time.time()))
     offsets = {host: moment - times[0][1] for host, moment in times}
     host = max(offsets, key=lambda name: abs(offsets[name]))
-    apart = max(offsets.values()) - min(offsets.values())
-    found = f"the hosts' clocks are {apart:.2f} s apart" + (f"; furthest off is {host}" if apart > CLOCK_WARN_S else "")
+    difference = max(offsets.values()) - min(offsets.values())
+    off = f", mostly that of {host}" if difference > CLOCK_WARN_S else ""
+    found = f"the hosts' clocks are {difference:.2f} s apart{off}"
     if len(offsets) == 1:
         found = f"one host, {host}"
-    state: Any = "FAIL" if apart > CLOCK_FAIL_S else "WARN" if apart > CLOCK_WARN_S else "OK"
-    yield Check("clocks", state, found, "" if state == "OK" else f"let {host} follow an NTP server (chronyd)")
+    state: Any = "FAIL" if difference > CLOCK_FAIL_S else "WARN" if difference > CLOCK_WARN_S else "OK"
+    yield Check("clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)")
 
 
 def check_shared(config: RunConfig, ranks: Ranks) -> Check:
     """Check that all hosts share the output folder: rank 0 creates a file that the others look for."""
-    token: list[Any] = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0, device=ranks.device())
     path = Path(config.output_dir).absolute()
     folder = next(each for each in (path, *path.parents) if each.exists())
-    file = folder / f".zerolora-doctor-{token[0]}"
+    file = folder / f".zerolora-doctor-{gather_objects(secrets.token_hex(8))[0]}"
     error = ""
     if ranks.is_main:
         try:
@@ -116,21 +115,21 @@ def check_shared(config: RunConfig, ranks: Ranks) -> Check:
         except OSError as failure:
             error = failure.strerror or str(failure)
     dist.barrier()
-    seen = gather_objects((host_name(), _is_listed(file), error))
+    reports = gather_objects((host_name(), _is_listed(file), error))
     if ranks.is_main:
         file.unlink(missing_ok=True)
-    hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
-    if seen[0][2]:
-        return Check("output_dir", "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
+    hosts_without = sorted({host for host, is_listed, _ in reports if not is_listed})
+    if reports[0][2]:
+        return Check("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a folder that can be written to")
     if hosts_without:
-        fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
-        return Check("output_dir", "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
-    hosts = len({host for host, _, _ in seen})
+        fix = "use a folder on a file system that all hosts share, because all ranks write checkpoints"
+        return Check("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
+    hosts = len({host for host, _, _ in reports})
     return Check("output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
-    """Check how many ranks share each copy of the base at ZeRO-3, and whether a copy spans hosts, given each rank's."""
+    """Check how many ranks share each copy of the base at ZeRO-3, and whether copies span `hosts` (one per rank)."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
         return
@@ -145,7 +144,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
         fix = "zero.shard_within=host, if a host has memory for a copy"
         yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)
     else:
-        yield Check(name, "OK", f"{found}, if one fits a host" if within == "auto" else found)
+        yield Check(name, "OK", f"{found}, if a copy fits on a host" if within == "auto" else found)
 
 
 def _is_listed(file: Path) -> bool:
@@ -159,12 +158,12 @@ def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that code and package versions are the same on all hosts."""
     wrong = differences(reports)
     for line in wrong:
-        what, _, fix = line.rpartition("; ")
-        yield Check("versions", "FAIL", what, fix)
+        problem, _, fix = line.rpartition("; ")
+        yield Check("versions", "FAIL", problem, fix)
     if not wrong:
         hosts = len({report.host for report in reports})
-        words = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
-        yield Check("versions", "OK", f"code and packages of {len(reports)} ranks: {words}")
+        where = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
+        yield Check("versions", "OK", f"code and packages of {len(reports)} ranks: {where}")
 
 
 def main(argv: list[str] | None = None) -> int:

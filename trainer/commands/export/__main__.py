@@ -1,24 +1,17 @@
 """`zerolora export RUN --format FORMAT`: export a trained adapter for other programs.
 
-peft, vllm, sglang: the adapter with its tokenizer, in the layout that each loads. gguf-lora: the adapter as one file
+peft, vllm, sglang: the adapter with its tokenizer, in the layout of that program. gguf-lora: the adapter as one file
 for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
 with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
-import argparse
 from pathlib import Path
 
-from trainer.checkpoint.finished_run import (
-    FinishedRun,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-)
-from trainer.commands.adapter_kinds import adapter_kind
+from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
+from trainer.commands.adapter_kinds import GGUF_NAME, adapter_kind
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.adapters import ADAPTER_FORMS
 from trainer.commands.export.gguf import FORMATS
-from trainer.commands.export.merged import GGUF_NAME
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.setup.kinds import task_of
 
@@ -27,7 +20,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return what to print. Raises UserError, RuntimeError."""
+    """Write the run's adapter in format `form` to `output`; return lines to print. Raises UserError, RuntimeError."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
     check_output(output)
@@ -38,23 +31,19 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     return adapter_kind(run).export(run, form, output, dtype=dtype)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
     add_run_arguments(parser, "location of the full-precision base, if it was moved")
     formats = (*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya")
-    parser.add_argument("--format", choices=formats, required=True, help="the form that the other program reads")
+    parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
     )
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
     )
-    return parser.parse_args(argv)
-
-
-@reports_errors(RuntimeError)
-def main(argv: list[str] | None = None) -> None:
-    options = _parse(argv)
+    options = parser.parse_args(argv)
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")

@@ -1,4 +1,4 @@
-"""Export of the adapter alone, in the layout of the target program, with the command to load it."""
+"""Export the adapter alone, in the layout of the target program, with the command to load it."""
 
 import json
 import shutil
@@ -12,9 +12,9 @@ from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenize
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
+from trainer.commands.export.servers import MERGED, check_applicable, lora_arguments, write_for_server
 from trainer.config import UserError
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
@@ -23,7 +23,7 @@ ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
 def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
-    """Write the adapter to `output`, a folder (gguf-lora: a file); return what to print.
+    """Write the adapter to `output`, a folder (gguf-lora: a file); return lines to print.
 
     Raises UserError for an adapter that the target program cannot apply.
     """
@@ -38,7 +38,7 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
         public = public_name(run.config.base_model)
         base = public if is_on_hub(public) else run.config.base_model
         settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
-        (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if form != "peft":
             write_for_server(folder, form, run.config.base_model, run.config.model)
         write_files(tokenizer_files(tokenizer), folder)
@@ -58,7 +58,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     The update of a weight is adapter.lora.alpha / R times B A (src/llama-adapter.h of llama.cpp), with one alpha for
     all. Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
     """
-    check_applied(run.folder, "gguf-lora")
+    check_applicable(run.folder, "gguf-lora")
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config, "gguf-lora")
     factors = read_factors(run.folder, run.config.base_model, run.config.model, whole_groups=False)
@@ -67,19 +67,19 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
             "--format gguf-lora: the adapter changes lm_head, which llama.cpp ties to the embedding of this model; "
             + MERGED
         )
-    rank = max(len(found.a_RI) for found in factors.values())
-    alpha = max(found.scale for found in factors.values()) * rank
-    named = {_name(layer, config): _reorder_rotary(layer, found, config) for layer, found in factors.items()}
+    rank = max(len(pair.a_RI) for pair in factors.values())
+    alpha = max(pair.scale for pair in factors.values()) * rank
+    named = {_gguf_name(layer, config): _reorder_rotary(layer, pair, config) for layer, pair in factors.items()}
     writer = GGUFWriter(output, MODEL_ARCH_NAMES[ARCHITECTURES[config.architectures[0]][0]])
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
     writer.add_file_type(LlamaFileType.ALL_F32)
     writer.add_name(run.run_dir.resolve().name)
-    for name, found in named.items():
-        found = found.rescaled(alpha / len(found.a_RI))
-        writer.add_tensor(f"{name}.lora_a", found.a_RI.float().contiguous().numpy())
-        writer.add_tensor(f"{name}.lora_b", found.b_OR.float().contiguous().numpy())
+    for name, pair in named.items():
+        pair = pair.rescale(alpha / len(pair.a_RI))
+        writer.add_tensor(f"{name}.lora_a", pair.a_RI.float().contiguous().numpy())
+        writer.add_tensor(f"{name}.lora_b", pair.b_OR.float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,17 +89,17 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     return len(named)
 
 
-def _name(layer: str, config: Any) -> str:
+def _gguf_name(layer: str, config: Any) -> str:
     names = get_tensor_name_map(ARCHITECTURES[config.architectures[0]][0], config.num_hidden_layers)
-    found = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
-    if found is None:
+    name = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
+    if name is None:
         raise UserError(f"--format gguf-lora: {layer} has no name in GGUF; {MERGED}")
-    return str(found)
+    return str(name)
 
 
-def _reorder_rotary(layer: str, found: Factors, config: Any) -> Factors:
+def _reorder_rotary(layer: str, factors: Factors, config: Any) -> Factors:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    own = layer.rpartition(".")[2]
-    if not ARCHITECTURES[config.architectures[0]][1] or own not in heads:
-        return found
-    return Factors(found.a_RI, pair_rotary_rows(found.b_OR, heads[own]), found.scale)
+    name = layer.rpartition(".")[2]
+    if not ARCHITECTURES[config.architectures[0]][1] or name not in heads:
+        return factors
+    return Factors(factors.a_RI, pair_rotary_rows(factors.b_OR, heads[name]), factors.scale)

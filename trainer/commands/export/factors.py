@@ -1,4 +1,4 @@
-"""The factors of an adapter for each layer and expert, by the layer names of the base's checkpoint.
+"""Read the factors of an adapter for each layer and expert, by the layer names of the base's checkpoint.
 
     model.layers.0.self_attn.q_proj             A [R, in], B [out, R], the scale of B A
     model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
@@ -37,7 +37,7 @@ PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj"
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
 PREFIX = "base_model.model."
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers fuse into one, which therefore need adapters and formats of the same kind."""
+"""Layers that servers fuse into one, so that all of them need adapters of the same format."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Factors:
                       ((self.a_RI, (0, 0, 0, more)), (self.b_OR, (0, more))))  # fmt: skip
         return Factors(a_RI, b_OR, self.scale)
 
-    def rescaled(self, scale: float) -> "Factors":
-        """Rescale B, so that the product is the same with another scale."""
+    def rescale(self, scale: float) -> "Factors":
+        """Rescale B so that the update is the same with another scale."""
         return Factors(self.a_RI, self.b_OR * (self.scale / scale), scale) if scale != self.scale else self
 
 
@@ -64,20 +64,20 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     """Read the adapter in `folder` by the layer names of the base's checkpoint.
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none; with
-    `whole_groups` also unadapted layers of q, k, v and gate, up. Raises UserError for anything but low-rank products.
+    `whole_groups`, so do unadapted layers of q, k, v and gate, up. Raises UserError for anything but low-rank products.
     """
     config = load_model_config(base_model, section)
     model = empty_model(config, section)
-    factors = _factors(folder, empty_model(config, section), model)
-    factors |= _zero_parts(factors, model)
+    factors = _read_by_path(folder, empty_model(config, section), model)
+    factors |= _build_missing_parts(factors, model)
     if whole_groups:
-        factors |= _zero_fused_layers(factors, model)
+        factors |= _build_missing_layers(factors, model)
     names = _StoredNames(model)
-    return {names.find(path): found for path, found in factors.items()}
+    return {names.find(path): pair for path, pair in factors.items()}
 
 
-def _factors(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
-    """Return the factors by layer path in the model; `adapted` is another such model, which gets the adapter.
+def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
+    """Return the factors by layer path in the model; `adapted` is a copy of the model that gets the adapter.
 
     The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not fit.
     """
@@ -91,51 +91,53 @@ def _factors(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     in_file = names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
     tensors = {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
     experts = expert_modules(model)
-    found: dict[str, Factors] = {}
+    factors: dict[str, Factors] = {}
     for path, layer in adapted.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             a, b = (tensors[f"{PREFIX}{path}.lora_{side}.weight"] for side in "AB")
             scale, holder = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
             if holder in experts:
                 pairs = _split_experts(holder, experts[holder], layer.parameter_name, a, b)
-                found |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
+                factors |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
             else:
-                found[path] = Factors(a, b, scale)
-    return found
+                factors[path] = Factors(a, b, scale)
+    return factors
 
 
-def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    made: dict[str, Factors] = {}
+def _build_missing_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+    """Return zero factors for unadapted parts of experts with adapted parts."""
+    zeros: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
-        own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
-        if own is None:
+        like = next((pair for path, pair in factors.items() if path.startswith(f"{holder}.")), None)
+        if like is None:
             continue
         for name in expert_names(module):
             experts, *shape = expert_shape(module, name)
-            wide, out = shape if is_transposed(module) else reversed(shape)
+            inputs, outputs = shape if is_transposed(module) else reversed(shape)
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
-                made |= {path: _zeros(own, wide, out // len(PARTS[name])) for path in paths if path not in factors}
-    return made
+                missing = [path for path in paths if path not in factors]
+                zeros |= {path: _build_zeros(like, inputs, outputs // len(PARTS[name])) for path in missing}
+    return zeros
 
 
-def _zero_fused_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+def _build_missing_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     """Return zero factors for unadapted layers that servers compute together with adapted ones."""
     weights = dict(model.named_parameters())
-    made: dict[str, Factors] = {}
-    for path, found in factors.items():
-        parent, _, own = path.rpartition(".")
-        for name in next((group for group in FUSED_LAYERS if own in group), ()):
+    zeros: dict[str, Factors] = {}
+    for path, like in factors.items():
+        parent, _, adapted = path.rpartition(".")
+        for name in next((group for group in FUSED_LAYERS if adapted in group), ()):
             other = f"{parent}.{name}"
             weight = weights.get(f"{other}.weight")
             if other not in factors and weight is not None:
-                made[other] = _zeros(found, weight.shape[1], weight.shape[0])
-    return made
+                zeros[other] = _build_zeros(like, weight.shape[1], weight.shape[0])
+    return zeros
 
 
-def _zeros(like: Factors, wide: int, out: int) -> Factors:
+def _build_zeros(like: Factors, inputs: int, outputs: int) -> Factors:
     rank = len(like.a_RI)
-    return Factors(like.a_RI.new_zeros(rank, wide), like.b_OR.new_zeros(out, rank), like.scale)
+    return Factors(like.a_RI.new_zeros(rank, inputs), like.b_OR.new_zeros(outputs, rank), like.scale)
 
 
 def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -157,7 +159,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
 
 
 class _StoredNames:
-    """The base checkpoint's names of the model's layers, by transformers' own conversion."""
+    """Finds the base checkpoint's names of the model's layers by transformers' own conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers import core_model_loading
@@ -178,7 +180,7 @@ class _StoredNames:
 
     def _find_expert(self, holder: str, index: int, part: str) -> str:
         if holder not in self._expert_names:
-            found: dict[tuple[int, str], str] = {}
+            names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
             for name in expert_names(module):
                 for stored in self._stored(f"{holder}.{name}"):
@@ -191,8 +193,8 @@ class _StoredNames:
                     for each in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[each][: 2 if name == GATE_UP else None]:
-                            found[int(match[1]), each] = stored.removesuffix(".weight")
-            self._expert_names[holder] = found
+                            names[int(match[1]), each] = stored.removesuffix(".weight")
+            self._expert_names[holder] = names
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
     def _stored(self, parameter: str) -> list[str]:

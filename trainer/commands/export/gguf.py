@@ -1,8 +1,8 @@
-"""Export of a merged model as one GGUF file for llama.cpp, written with the `gguf` package.
+"""Export a merged model as one GGUF file for llama.cpp, written with the `gguf` package.
 
 File format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports Llama, Mistral, Qwen2 and Qwen3 with
-the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. As by that converter, matrices
-are stored in the requested format and vectors in 32 bits.
+the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. Like that converter, it stores
+matrices in the requested format and vectors in 32 bits.
 """
 
 import math
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from trainer.commands.export.gguf_vocabulary import USE_SCRIPT, add_vocabulary
 from trainer.config import UserError
 
-# Architecture -> its name in GGUF, and whether llama.cpp rotates neighbouring pairs where transformers rotates halves.
+# Architecture -> its name in GGUF, and whether llama.cpp rotates adjacent pairs where transformers rotates halves.
 ARCHITECTURES = {
     "LlamaForCausalLM": (MODEL_ARCH.LLAMA, True),
     "MistralForCausalLM": (MODEL_ARCH.LLAMA, True),
@@ -33,14 +33,14 @@ FORMATS = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 # Formats with a numpy dtype; the others are written as bytes.
-PLAIN = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
-# safetensors' names of formats.
+NUMPY_TYPES = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
+# safetensors' names of formats -> ours.
 STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
 def check_architecture(config: Any, form: str = "gguf") -> None:
-    """Raise UserError if this package cannot write a model of that configuration, or an adapter of it."""
+    """Raise UserError unless models of this configuration, or their adapters, can be exported."""
     name = (config.architectures or ["unknown"])[0]
     fix = USE_SCRIPT
     if form != "gguf":
@@ -59,11 +59,11 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
 
 
 def max_context_length(config: Any) -> int:
-    """Return the context that llama.cpp computes correctly, without sliding windows for these architectures."""
+    """Return the longest context that llama.cpp computes correctly, as it has no sliding window for these models."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    whole: int = config.max_position_embeddings
-    return min(whole, window) if window and "sliding_attention" in layers else whole
+    context: int = config.max_position_embeddings
+    return min(context, window) if window and "sliding_attention" in layers else context
 
 
 def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
@@ -99,9 +99,10 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
-    found = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
-    if any(found.get(tensor.name) != tensor.shape for tensor in stored):
-        raise RuntimeError(f"{output}: holds {len(found)} tensors of the model's {len(stored)}, or other shapes")
+    written = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
+    if any(written.get(tensor.name) != tensor.shape for tensor in stored):
+        problem = f"has {len(written)} tensors instead of {len(stored)}, or other shapes"
+        raise RuntimeError(f"{output}: {problem}; check the disk")
     return dtype
 
 
@@ -121,10 +122,10 @@ class _SavedTensor:
 
     def declare(self, writer: Any) -> None:
         """Declare name, shape and size, which come before all data."""
-        if self.kind in PLAIN:
-            array = numpy.empty(0, PLAIN[self.kind])
-            size = math.prod(self.shape) * array.itemsize
-            writer.add_tensor_info(self.name, self.shape, array.dtype, size, raw_dtype=self.kind)
+        if self.kind in NUMPY_TYPES:
+            dtype = numpy.dtype(NUMPY_TYPES[self.kind])
+            size = math.prod(self.shape) * dtype.itemsize
+            writer.add_tensor_info(self.name, self.shape, dtype, size, raw_dtype=self.kind)
         else:
             shape = quants.quant_shape_to_byte_shape(self.shape, self.kind)
             writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
@@ -150,15 +151,15 @@ def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]
                 name = names.get_name(original, try_suffixes=(".weight", ".bias"))
                 if name is None:
                     raise UserError(f"--format gguf: {original} has no name in GGUF; {USE_SCRIPT}")
-                now = STORED_AS.get(part.get_dtype(), "f32")
+                current = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
-                kind = _kind(shape, now if dtype == "auto" else dtype)
+                kind = _choose_type(shape, current if dtype == "auto" else dtype)
                 rotated = next((count for mark, count in heads.items() if mark in name), None)
-                stored.append(_SavedTensor(file, original, name, shape, kind, now, rotated))
+                stored.append(_SavedTensor(file, original, name, shape, kind, current, rotated))
     return stored
 
 
-def _kind(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
+def _choose_type(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
     # Q8_0 has blocks of 32.
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
@@ -205,5 +206,5 @@ def _frequency_factors(config: Any) -> Array | None:
     frequencies = rope["rope_theta"] ** -(numpy.arange(0, head, 2, dtype=numpy.float64) / head)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = numpy.clip((periods - low) / (high - low), 0.0, 1.0)
-    return (1 / (kept + (1 - kept) / rope["factor"])).astype(numpy.float32)
+    unscaled = numpy.clip((periods - low) / (high - low), 0.0, 1.0)
+    return (1 / (unscaled + (1 - unscaled) / rope["factor"])).astype(numpy.float32)

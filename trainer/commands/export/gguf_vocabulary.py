@@ -1,9 +1,9 @@
-"""A tokenizer's vocabulary in GGUF: byte-level BPE, or BPE with byte fallback as sentencepiece produces it.
+"""Write a tokenizer's vocabulary to GGUF: byte-level BPE, or BPE with byte fallback as sentencepiece produces it.
 
 llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
 tokenizer's rules; a tokenizer with unknown rules is refused.
-Two differences cannot be expressed: llama.cpp does no NFC normalization (Qwen), and for sentencepiece tokenizers it
-adds a space to texts that already begin with one, and after either all special tokens or none.
+Two differences remain: llama.cpp does no NFC normalization (Qwen), and for sentencepiece tokenizers it adds a space to
+texts that already begin with one, and after either all special tokens or none.
 """
 
 import json
@@ -79,7 +79,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
 
 
 def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
-    """Return text and type of the token of every embedding row, with unused tokens for rows without one."""
+    """Return the text and type of the token of every embedding row; rows without a token are unused tokens."""
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
     tokens, types = [], []
@@ -113,7 +113,7 @@ def _example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a space before texts, by the rule that tokenizes chats correctly, if any."""
+    """Return whether llama.cpp should add a space before texts: preferably as tokenizes chats correctly."""
     normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
@@ -121,12 +121,14 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
             f"--format gguf: tokenizers with byte fallback that change text by {' and '.join(kinds)} are not "
             f"supported; {USE_SCRIPT}"
         )
-    own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
-    return next((space for space in (own, not own) if tokenizes_chats_alike(tokenizer, space)), own)
+    adds = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
+    return next((space for space in (adds, not adds) if tokenizes_chats_alike(tokenizer, space)), adds)
 
 
 def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
-    """Return whether llama.cpp tokenizes chats as the tokenizer does, with or without a space before each text.
+    """Return whether llama.cpp and the tokenizer produce the same tokens for chats.
+
+    `space` is whether llama.cpp adds a space before each text.
 
     llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it to the first
     only, or not to pieces that begin with one.
@@ -160,12 +162,12 @@ def _find_split_name(state: dict[str, Any]) -> str:
     kinds = [step["type"] for step in steps]
     whole_words = state["model"].get("ignore_merges", False)
     if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") and not changes:
-        own_rule = steps[-1].get("use_regex", True)
-        if kinds == ["ByteLevel"] and own_rule and not whole_words:
+        gpt2_rule = steps[-1].get("use_regex", True)
+        if kinds == ["ByteLevel"] and gpt2_rule and not whole_words:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and own_rule and not whole_words:
+        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and gpt2_rule and not whole_words:
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not own_rule:
+        if kinds == ["Split", "ByteLevel"] and not gpt2_rule:
             name = SPLIT_NAMES.get(steps[0]["pattern"].get("Regex", ""))
             if name == WHOLE_WORDS:
                 return WHOLE_WORDS if whole_words else MERGED_WORDS

@@ -1,7 +1,7 @@
-"""The Modelfile with which Ollama serves a GGUF file (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
+"""Write the Modelfile of a GGUF file for Ollama (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
 
 Ollama formats prompts by a Go template. It is derived from the tokenizer's chat template by rendering conversations,
-and only used if it renders the same text for others.
+and only used if it renders the same text for other conversations.
 """
 
 import re
@@ -20,7 +20,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ChatParts:
-    """The text that a chat template puts around the turns of each role, and in place of a missing system turn."""
+    """The text that a chat template writes around the turns of each role, and instead of a missing system turn."""
 
     around: dict[str, tuple[str, str]]
     without_system: str
@@ -59,8 +59,8 @@ def survives_quotes(text: str) -> bool:
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
 
-def chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> ChatParts | None:
-    """Return the parts of the tokenizer's chat template; None if it has none, or one that does more than join turns.
+def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> ChatParts | None:
+    """Return the parts of the tokenizer's chat template; None without one, or if it does more than join turns.
 
     `variables` are those of `dataset.chat_template_kwargs`.
     """
@@ -84,14 +84,14 @@ def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatPart
     for role in roles:
         chat.append({"role": role, "content": TEXTS[role]})
         longer = render(chat)
-        before, found, after = longer.removeprefix(text).partition(TEXTS[role])
-        if not found or not longer.startswith(text):
+        before, separator, after = longer.removeprefix(text).partition(TEXTS[role])
+        if not separator or not longer.startswith(text):
             return None
         around[role] = (before, after)
         text = longer
-    alone = render([{"role": "user", "content": TEXTS["user"]}])
+    single = render([{"role": "user", "content": TEXTS["user"]}])
     turn = TEXTS["user"].join(around["user"])
-    return ChatParts(around, alone.removesuffix(turn)) if alone.endswith(turn) else None
+    return ChatParts(around, single.removesuffix(turn)) if single.endswith(turn) else None
 
 
 def _test_chats(roles: Sequence[str]) -> list[Messages]:
@@ -102,11 +102,8 @@ def _test_chats(roles: Sequence[str]) -> list[Messages]:
 
 
 def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
-    return _strip_bos(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, **variables))
-
-
-def _strip_bos(tokenizer: Any, text: str) -> str:
-    """Strip the first token if llama.cpp adds it to prompts itself; in some models it also begins turns."""
+    """Render a chat without the first token if llama.cpp adds it to prompts; in some models it also begins turns."""
+    text = str(tokenizer.apply_chat_template(chat, tokenize=False, **variables))
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
@@ -119,7 +116,7 @@ def _end_of_turn(tokenizer: Any) -> str | None:
     return None if token is None else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def text_template(form: str) -> str | None:
+def build_text_template(form: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
     `form` has the placeholders `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends with an
@@ -130,7 +127,7 @@ def text_template(form: str) -> str | None:
     return form.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
 
 
-def modelfile(
+def build_modelfile(
     gguf: str,
     tokenizer: Any,
     *,
@@ -144,9 +141,9 @@ def modelfile(
     which gets `variables`.
     """
     lines = [f"FROM ./{gguf}"]
-    parts = chat_parts(tokenizer, variables) if form is None else None
+    parts = derive_chat_parts(tokenizer, variables) if form is None else None
     if form is not None:
-        template = text_template(form)
+        template = build_text_template(form)
         lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
     elif parts is None:
         lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")

@@ -1,4 +1,4 @@
-"""Export for vLLM and SGLang: one pair of matrices per layer, the checkpoint's names, one scale for all.
+"""Export adapters for vLLM and SGLang: one pair of matrices per layer, the checkpoint's names, one scale for all.
 
 Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
 Features of PEFT are translated:
@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
-from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.served_layers import NAMES, describe_exclusion, unapplied_layers
 
@@ -38,9 +38,9 @@ MERGED = "zerolora export --format hf writes the merged model"
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:
     """Rewrite the adapter in `folder` for `server`.
 
-    Raises UserError, before writing anything, for what the server does not support.
+    Raises UserError, before writing anything, if the server does not support the adapter.
     """
-    check_applied(folder, server)
+    check_applicable(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
     factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
     factors = _rename_parts(factors, server, model_type)
@@ -49,42 +49,37 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
             f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
             f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
-    rank, scale = max(len(found.a_RI) for found in factors.values()), _common_scale(factors)
+    rank, scales = max(len(pair.a_RI) for pair in factors.values()), {pair.scale for pair in factors.values()}
+    scale = scales.pop() if len(scales) == 1 else 1.0  # different scales are folded into B
     tensors: dict[str, Tensor] = {}
-    for layer, found in factors.items():
-        found = found.rescaled(scale)
-        found = found.pad_rank(rank) if server == "sglang" else found
-        tensors[f"{PREFIX}{layer}.lora_A.weight"] = found.a_RI.clone(memory_format=torch.contiguous_format)
-        tensors[f"{PREFIX}{layer}.lora_B.weight"] = found.b_OR.clone(memory_format=torch.contiguous_format)
+    for layer, pair in factors.items():
+        pair = pair.rescale(scale)
+        pair = pair.pad_rank(rank) if server == "sglang" else pair
+        tensors[f"{PREFIX}{layer}.lora_A.weight"] = pair.a_RI.clone(memory_format=torch.contiguous_format)
+        tensors[f"{PREFIX}{layer}.lora_B.weight"] = pair.b_OR.clone(memory_format=torch.contiguous_format)
     settings = read_adapter_settings(folder)
     alpha = scale * rank
     settings |= {"r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": False}
     settings |= {"target_modules": sorted({layer.rpartition(".")[2] for layer in factors}), "target_parameters": None}
     settings |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
     """Return the server's options that load the exported adapter in `folder` as `name`."""
-    place = f"{name}={folder}"
+    adapter = f"{name}={folder}"
     if server == "sglang":
-        return ["--enable-lora", "--lora-paths", place]
+        return ["--enable-lora", "--lora-paths", adapter]
     rank = read_adapter_settings(folder)["r"]
-    room = next((room for room in VLLM_RANKS if room >= rank), rank)
+    max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
     with safe_open(str(folder / WEIGHTS), framework="pt") as file:
         experts = any(".experts." in key for key in file.keys())
     flag = ["--enable-mixed-moe-lora-format"] * experts
-    return ["--enable-lora", "--max-lora-rank", str(room), *flag, "--lora-modules", place]
+    return ["--enable-lora", "--max-lora-rank", str(max_rank), *flag, "--lora-modules", adapter]
 
 
-def _common_scale(factors: dict[str, Factors]) -> float:
-    """Return the scale of all layers, or 1 if they differ and have to be folded into B."""
-    scales = {found.scale for found in factors.values()}
-    return scales.pop() if len(scales) == 1 else 1.0
-
-
-def check_applied(folder: Path, server: str) -> None:
+def check_applicable(folder: Path, server: str) -> None:
     """Raise UserError for an adapter with DoRA or with anything but A and B of linear layers."""
     settings = read_adapter_settings(folder)
     name = NAMES[server]
@@ -107,7 +102,7 @@ def _rename_parts(factors: dict[str, Factors], server: str, model_type: str) -> 
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
         names = EXPERT_NUMBERS
     renamed = {}
-    for layer, found in factors.items():
-        parent, _, own = layer.rpartition(".")
-        renamed[f"{parent}.{names.get(own, own)}" if ".experts." in layer else layer] = found
+    for layer, pair in factors.items():
+        parent, _, part = layer.rpartition(".")
+        renamed[f"{parent}.{names.get(part, part)}" if ".experts." in layer else layer] = pair
     return renamed

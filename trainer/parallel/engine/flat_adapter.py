@@ -297,7 +297,7 @@ def why_not_flat(config: Any) -> str | None:
         return "no adapter"
     if not config.ops.flat:
         return "ops.flat: false"
-    if OPTIMIZERS[config.training.optimizer].whole:
+    if OPTIMIZERS[config.training.optimizer].needs_matrices:
         return f"training.optimizer={config.training.optimizer} computes with whole matrices"
     if engine_zero(config).stage == 3:
         return "DeepSpeed's stage 3 partitions every parameter separately"

@@ -40,7 +40,7 @@ def build_optimizer(
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its shape. A flat adapter holds matrices.
             dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
-            if kind.whole and dimensions != 2:
+            if kind.needs_matrices and dimensions != 2:
                 problem = f"trains only matrices, and {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"

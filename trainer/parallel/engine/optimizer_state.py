@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer.config import OPTIMIZERS, OptimizerKind
+from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.optimizer import AVERAGES, COUNTED

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from trainer.config import FIRST_STEP_FACTOR
 from trainer.config.errors import printable
+from trainer.config.training_sections import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Folder, Hang, Heartbeat
 from trainer.contract.launcher_process import read_stat

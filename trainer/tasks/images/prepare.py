@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
-from trainer.config.needs import find_settings_of_other_tasks
+from trainer.config.needs import find_other_task_settings
 from trainer.data.prepared import Prepared
 from trainer.model.targets import check_targets
 from trainer.tasks.images.data import prepare_images
@@ -38,7 +38,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
-    for setting in find_settings_of_other_tasks(config, "image"):
+    for setting in find_other_task_settings(config, "image"):
         yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
         yield (
