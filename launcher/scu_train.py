@@ -15,8 +15,9 @@ from pathlib import Path
 
 from launcher.doctor.command import show as show_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
+from launcher.supervision.processes import run_child
 from launcher.supervision.terminal import show
-from trainer.config import UserError
+from trainer.config import RunConfig, UserError
 from trainer.config.scu_flags import (
     CONFIG_FILE,
     LOG_FILE,
@@ -51,9 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
         checked = load_flags(draft, options).config
-    model, output = checked.base_model, Path(checked.output_dir)
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise UserError(f"base_model={model}: no such folder; use the folder of a model, or its name on the hub")
+        if not options.dry_run and (code := _check(checked, [str(draft), *overrides])):
+            return code
+    output = Path(checked.output_dir)
     config = output / "logs" / CONFIG_FILE
     several = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
     train = ["train", str(config), *overrides, *([] if several else ["--num-gpus", "1"])]
@@ -66,6 +67,16 @@ def run(arguments: Sequence[str]) -> int:
     show(f"the same as: zerolora {shlex.join(train)}")
     _copy_output_to(output / LOG_FILE)
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
+
+
+def _check(config: RunConfig, arguments: list[str]) -> int:
+    """Check inputs and folder, and a model on the hub in a child process; return its exit code."""
+    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
+
+    check_early(config)
+    if config.base_model.startswith("random:") or Path(config.base_model).is_dir():
+        return EXIT_OK
+    return run_child([sys.executable, "-m", "launcher.module", "trainer.commands.prepare_run", "--phases", *arguments])
 
 
 def check_requirements(output: Path) -> int:

@@ -419,6 +419,51 @@ def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None
         list(read_metrics(tmp_path))
 
 
+def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    for words, stage in {"[shard_grad_op, auto_wrap]": 2, "full_shard auto_wrap offload": 3}.items():
+        file.write_text(AXOLOTL + f"fsdp: {words}\n")
+        assert translate_arguments([str(file)]).get_setting("zero.stage") == stage
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
+        ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
+        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
+    ],
+)
+def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}, "e": {"file_name": "e.json"}}')
+    file = tmp_path / "l.yaml"
+    head = "model_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n"
+    file.write_text(head + text)
+    with pytest.raises(UserError) as caught:
+        translate_arguments([str(file)], tmp_path)
+    assert line in str(caught.value)
+    file.write_text(head + "eval_dataset: d, e\n")
+    assert ("eval_dataset", "only the first of 2 is used") in translate_arguments([str(file)], tmp_path).left_out
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"bits": "4"}, "quantization_config.bits: must be a whole number"),
+        ({"bits": 4, "group_size": "128"}, "quantization_config.group_size: must be a whole number"),
+        ({"bits": 4, "group_size": 0}, "groups of 0 columns, and they have at least 1"),
+        ({"bits": 4, "desc_act": "false"}, "quantization_config.desc_act: must be true or false"),
+    ],
+)
+def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    file = ground / "model" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", **changes}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantised))
+    with pytest.raises(UserError, match=re.escape(line)):
+        prepare(load_config(ground / "base.yaml").config)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -469,6 +514,14 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
         (["dataset.path=file:///x.jsonl"], r"file:///x.jsonl: is a URL that cannot be read; write it without file://"),
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
+        (
+            ["output_dir=s3:/bucket/x"],
+            r"^output_dir=s3:/bucket/x: has one slash after s3:, and URLs have two; ",
+        ),
+        (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has one slash after s3:"),
+        (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
+        (["dataset.train_on=all,user"], r"^dataset.train_on=\[all, user\]: all includes every role; keep one"),
+        (["dataset.mix={path: a}", "dataset.path=null"], r"^dataset.mix={path: a}: must be a list of [^\n]*$"),
     ],
 )
 def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_path: Path) -> None:
@@ -497,6 +550,12 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
     [
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is set as well; remove one"),
+        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
+        ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
+        ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
+        ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),
+        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2"),
+        ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
         ("trl", "trl: no command of TRL; use trl sft"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; write one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
@@ -526,8 +585,32 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
 def test_a_missing_model_is_refused_before_scu_train_writes(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "data.txt").write_text("a b c\n")
     line = refuse("scu-train", "--data", "data.txt", "--output-dir", "run", "base_model=./none")
-    assert line == "error: base_model=./none: no such folder; use the folder of a model, or its name on the hub"
+    assert line.startswith("error: base_model=./none: no such folder (") and "check the name: it is OWNER/NAME" in line
+    line = refuse("scu-train", "--data", "nothing.txt", "--output-dir", "run", "base_model=me/model")
+    assert line.startswith("error: dataset.path=nothing.txt: no such file")
     assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
+
+
+def test_a_missing_model_on_the_hub_is_refused_before_scu_train_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "data.txt").write_text("a b c\n")
+    monkeypatch.setattr("sys.argv", "zerolora scu-train --model me/none --data data.txt --output-dir run".split())
+    assert zerolora() == 2
+    assert capfd.readouterr().err.startswith("error: base_model=me/none: not a local folder, not in the hub's cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
+
+
+def test_layers_that_the_adapter_does_not_reach_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    deeper = save_family(tmp_path / "deeper", "llama", num_hidden_layers=9)
+    find_run(run, str(deeper), allow_mismatch=True)
+    assert f"note: base_model={deeper}: has 9 layers, and the adapter " in capsys.readouterr().err
 
 
 def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,9 @@ def _nearest_existing(folder: Path) -> Path:
                 "folder, or use another"
             )
         if path.exists():
+            if ".." in (missing := folder.relative_to(path).parts):
+                name = path.joinpath(*missing[: missing.index("..")])
+                raise UserError(f"output_dir={folder}: {name} does not exist, so .. after it leads nowhere; drop both")
             return path
     return Path()
 

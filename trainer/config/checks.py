@@ -147,7 +147,7 @@ def _fill(text: str, allowed: str, config: RunConfig) -> str:
 def _check_data(config: RunConfig) -> Iterator[Mistake]:
     data = config.dataset
     if not data.path and not data.mix:
-        yield DATA_WANTED
+        yield replace(DATA_WANTED, involves="dataset.mix")
     for label, source in [("dataset", data), ("dataset.evaluation", data.evaluation)] + [
         (f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)
     ]:

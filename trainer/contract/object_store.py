@@ -17,6 +17,7 @@ from trainer.config.files import find_json
 from trainer.config.paths import is_remote, local_copy, remote_place
 
 LAST = "COMPLETE"
+LONGEST_REASON = 200
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 _ONLY_HERE = re.compile(r"\.|logs$|lock|abandoned")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -39,7 +40,9 @@ def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
         raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
     except Exception as error:  # each store has its own
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
-        raise UserError(f"{named or url}: cannot be used ({type(error).__name__}: {error}); {fix}") from None
+        fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
+        reason = f"{type(error).__name__}: {str(error)[:LONGEST_REASON]}"
+        raise UserError(f"{named or url}: cannot be used ({reason}); {fix}") from None
 
 
 def _is_not_last(name: str) -> bool:
