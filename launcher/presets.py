@@ -88,7 +88,8 @@ def _first_step(model: str | None, data: str | None, preset: str) -> str:
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
     if not (model and data):
-        raise UserError("--gpus: fits the file to a model and data; pass both with --model and --data")
+        option = f"--gpus {gpus}" if gpus is not None else f"--gpu-memory {gpu_memory}"
+        raise UserError(f"{option}: fits the file to a model and data; pass both with --model and --data")
     typer.echo("examining the model and the data")
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []

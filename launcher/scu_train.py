@@ -70,12 +70,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(config: RunConfig, arguments: list[str]) -> int:
-    """Check inputs and folder, and a model on the hub in a child process; return its exit code."""
+    """Check inputs and folder, then model and data in a child process; return its exit code."""
     from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
 
     check_early(config)
-    if config.base_model.startswith("random:") or Path(config.base_model).is_dir():
-        return EXIT_OK
     return run_child([sys.executable, "-m", "launcher.module", "trainer.commands.prepare_run", "--phases", *arguments])
 
 

@@ -78,7 +78,10 @@ def sweep(
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
         raise UserError(f"{RESUME}={resumes}: each run of a sweep resumes from its own folder; remove it")
     if not axes and not table:
-        raise UserError("zerolora sweep: nothing to try; write training.learning_rate=1e-4,2e-4")
+        lists = [text for text in fixed if "," in text]
+        name, _, values = (lists or ["training.learning_rate=1e-4,2e-4"])[0].partition("=")
+        values = ",".join(f"[{value}]" for value in values.strip("[]").split(",")) if lists else values
+        raise UserError(f"zerolora sweep: nothing to try; write {name}={values}")
     if table:
         become_module("trainer.commands.sweep_table", [str(folder)])
     if submit_options and not slurm:

@@ -94,7 +94,9 @@ def find_names(pattern: str) -> list[str]:
 def set_training(t: Translation) -> None:
     """Set batches, schedule, precision and recomputation."""
     min_ratio = t.get("cosine_min_lr_ratio")
-    if min_ratio is not None and min_ratio >= 1:
+    if min_ratio is not None and not 0 <= min_ratio <= 1:
+        t.refuse("cosine_min_lr_ratio", "must be between 0 and 1")
+    elif min_ratio == 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
     elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")

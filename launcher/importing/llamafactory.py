@@ -116,7 +116,9 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if {"images", "videos", "audios"} & columns.keys():
         t.refuse(key, f"{name}: {common.VISION}")
     source = read_place(t, entry, file.parent, name, key)
-    if samples := [count for count in (entry.get("num_samples"), t.get("max_samples")) if count]:
+    if (limit := t.get("max_samples")) is not None and limit < 1:
+        t.refuse("max_samples", "must be 1 or more; remove it to use all records")
+    if samples := [count for count in (entry.get("num_samples"), limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")
@@ -132,7 +134,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         form = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
         return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
-    t.refuse(key, f"{name}: formatting {formatting} is not known")
+    t.refuse(key, f"{name}: formatting {formatting} is not known; use alpaca, sharegpt or openai")
     return {}
 
 

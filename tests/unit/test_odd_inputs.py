@@ -336,7 +336,7 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
     ("text", "line"),
     [
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
-        ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, and no line of three dots between them$"),
+        ("seed: 1\n...\nlora: {r: 4}\n", "; use a YAML file .* no line of three dots or %YAML between them$"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -431,6 +431,7 @@ def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
     [
         ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
         ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
+        ("max_samples: 0\n", "yaml:5: max_samples=0: must be 1 or more; remove it to use all records"),
         ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
     ],
 )
@@ -444,6 +445,68 @@ def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Pa
     assert line in str(caught.value)
     file.write_text(head + "eval_dataset: d, e\n")
     assert ("eval_dataset", "only the first of 2 is used") in translate_arguments([str(file)], tmp_path).left_out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
+        ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
+        ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
+        ("status none", "none: neither a job's number nor an existing folder; pass a run's output_dir"),
+        ("sweep c.yaml lora.target_modules=q,v", "nothing to try; write lora.target_modules=[q],[v]"),
+        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; it has 0 to 1"),
+        (
+            "config d.jsonl",
+            "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; use a",
+        ),
+    ],
+)
+def test_odd_words_of_commands_are_named(words: str, line: str, tmp_path: Path, refuse: Command) -> None:
+    files = {
+        "a.yaml": AXOLOTL,
+        "c.yaml": "base_model: m\ndataset: {path: d}\n",
+        "hosts": "a slots=2\n",
+        "d.jsonl": "{}\n" * 2,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert line in refuse(*words.split())
+    assert {path.name for path in tmp_path.iterdir()} == files.keys()
+
+
+def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match=r"has no adapter_config.json, which was deleted; restore it, or "):
+        find_run(run)
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
+        find_run(run / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="--base-model: empty; write a folder"):
+        find_run(make_run(tmp_path / "other"), " ")
+
+
+def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"line 1 does not record a step"):
+        read_metrics(tmp_path)
+
+
+def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
+    words = ["adapters=[{name: a, training.learning_rate: 0.5},{name: b}]"]
+    notes = load_config(make_ground(tmp_path) / "base.yaml", words).notes
+    assert any(note.startswith("a: training.learning_rate=0.5: far above") for note in notes)
+
+
+def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "model" / "chat_template.jinja").write_text("{{ bad")
+    with pytest.raises(UserError, match=r"^chat template {{ bad: this template cannot be used"):
+        prepare(load_config(ground / "base.yaml").config)
+    file = ground / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
+    with pytest.raises(UserError, match=r"no model can be built from config.json"):
+        prepare(load_config(ground / "base.yaml").config)
 
 
 @pytest.mark.parametrize(
@@ -507,13 +570,41 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["dataset.chat_template={{ 1/0 }}"], r"^dataset.chat_template={{ 1/0 }}: this template cannot be used"),
+        (
+            ["dataset.chat_template={{ 1/0 }}"],
+            r"^chat template {{ 1/0 }}: this template cannot be used .* set another",
+        ),
         (["dataset.chat_template={empty}"], r"empty.jinja: the file is empty; write a template into it"),
         (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
         (["vision.cache=true"], r"^vision.cache=true: has no effect, because no record"),
         (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
         (["dataset.path=file:///x.jsonl"], r"file:///x.jsonl: is a URL that cannot be read; write it without file://"),
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
+        (
+            ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
+            r"^training.decay_ratio=0.99: with training.warmup_ratio=0.5 more than the whole run; use fractions",
+        ),
+        (
+            ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
+            r"^dataset.workers=4: has no effect, because dataset.streaming",
+        ),
+        (["task=preference", "preference.gamma=1"], r"^preference.gamma=1: has no effect on preference.loss {dpo: 1"),
+        (
+            ["task=preference", "preference.loss=hinge", "preference.label_smoothing=0.1"],
+            r"=0.1: has no effect",
+        ),
+        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1: has no effect on"),
+        (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove it"),
+        (["lora.target_parameters=q_proj.weight"], r"^lora.target_parameters=q_proj.weight: is the weight of a linear"),
+        (
+            ["dataset.fields={role: nope}"],
+            r"turn 1: no field nope \(found role, content\); add it, or name",
+        ),
+        (
+            ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
+            r"gone.json: cannot be used \(No such file or directory\); use a file with",
+        ),
+        (["output_dir=ftp://none.invalid/x"], r"^output_dir=ftp://none.invalid/x: cannot be used"),
         (
             ["output_dir=s3:/bucket/x"],
             r"^output_dir=s3:/bucket/x: has one slash after s3:, and URLs have two; ",
@@ -556,6 +647,15 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),
         ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2"),
         ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
+        ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
+        (
+            "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
+            "--learning_rate: has no value; write one",
+        ),
+        (
+            "trl sft --model_name_or_path m --dataset_name d -seed 5",
+            "-seed: options begin with two dashes; write",
+        ),
         ("trl", "trl: no command of TRL; use trl sft"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; write one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),

@@ -73,10 +73,13 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish; {fix}")
+        why = "since the run did not finish" if len(missing) == len(ADAPTER) else "which was deleted; restore it, or"
+        raise UserError(f"{folder}: has no {missing[0]}, {why}{';' * (why[-1] == 'h')} {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
+        if not base_model.strip():
+            raise UserError("--base-model: empty; write a folder or a name on the hub, or leave it out")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
             raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
         section = config.model.model_copy(update={"revision": None})

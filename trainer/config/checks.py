@@ -188,6 +188,10 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         involves = "training.best_checkpoint training.eval_steps"
         fix = f"use a multiple of eval_steps={training.eval_steps}"
         yield Mistake("training.save_steps", training.save_steps, problem, fix, involves)
+    is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
+    if is_stable and training.warmup_ratio + training.decay_ratio > 1:
+        why = f"with training.warmup_ratio={training.warmup_ratio:g} more than the whole run"
+        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions whose sum is at most 1")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
         yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")
@@ -223,6 +227,9 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 def unusual_settings(config: RunConfig) -> list[str]:
     """Return a warning for each setting far from usual values, which is allowed."""
+    if config.runs:
+        return [f"{name['name']}: {line}" for name, run in zip(config.adapters, config.runs, strict=True)
+                for line in unusual_settings(run)]  # fmt: skip
     training, lora = config.training, config.lora
     lines = []
     if training.learning_rate > HIGHEST_USUAL_RATE:

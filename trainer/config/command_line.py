@@ -144,7 +144,8 @@ class CommandParser(argparse.ArgumentParser):
             r"invalid (float|int) value: '(.*)'", lambda found: f"{found[2]}: {_NUMBERS[found[1]]}", message
         )
         words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := suggest_override(words[0])):
+        takes_overrides = any(action.dest == "overrides" for action in self._actions)
+        if words and takes_overrides and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
         return f"{one_line(message)}; `{self.prog} --help` says how"

@@ -182,7 +182,7 @@ def _hint(problem: str) -> str:
     if problem.startswith("could not determine a constructor for the tag"):
         return "; remove the tag, which begins with !"
     if problem.startswith("expected '<document start>'"):
-        return "; write settings as `name: value`, and no line of three dots between them"
+        return "; use a YAML file with settings as `name: value`, and no line of three dots or %YAML between them"
     return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 

@@ -107,7 +107,7 @@ def fetch_run(run_dir: Path) -> None:
     """Bring the checkpoints that the copy of a run lacks, and its other files if the store has a newer checkpoint."""
     if (url := remote_place(run_dir)) is None:
         return
-    with store(url) as (system, root):
+    with store(url, f"output_dir={url}") as (system, root):
         (there, stored), (_, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
         is_newer = _newest(stored) > _newest(ours) or not (run_dir / "run.json").exists()
         wanted = stored - ours

@@ -119,7 +119,8 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
             return shape(format_, {name: present[column] for name, column in names.items()})
     if _kinds_in_lists(first) == {dict} and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a map of lists ({listed(columns)}), not a list of records"
-        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {ONE_EACH}")
+        fix = f"{ONE_EACH}, or name the list of turns in {label}.fields, as {{messages: {next(iter(columns))}}}"
+        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
 
@@ -168,7 +169,7 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
         )
     is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
     head = ", as the first line of a CSV file names them" * is_csv
-    example = "such as {prompt: question, completion: answer}, or {text: body} for whole texts"
+    example = "such as {prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
     return f"the records have {listed(columns)}{head}, and wanted is one of {WANTED}; set {label}.fields, {example}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
 from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
@@ -265,7 +266,9 @@ def _message(
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        found = f"{keys[0]} {name!r} is not known" if keys[0] in turn else f"no {keys[0]}, there is {listed(turn)}"
+        found = f"{keys[0]} {shown(name)} is not known"
+        if keys[0] not in turn:
+            raise UserError(f"{where}: no field {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
         raise UserError(
             f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
             "that the source's `roles` names"
@@ -280,7 +283,10 @@ def _message(
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        raise UserError(f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)})")
+        raise UserError(
+            f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)}); "
+            "write it, or remove the turn"
+        )
     message["content"] = images.read_marks(_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
         raise UserError(f"{where}: an assistant turn has an image, and answers are text; move it to a user turn")

@@ -160,6 +160,8 @@ def _describe_missing_config(folder: Path) -> str:
             base = read_adapter_settings(folder).get("base_model_name_or_path")
         base = base or "its base"
         return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
+    if (folder / "model_index.json").exists():
+        return "holds an image model; set task: auto, or use the folder of a language model"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:
         return f"the folder has no config.json, but its subfolder {inner[0]} does; use {folder / inner[0]}"

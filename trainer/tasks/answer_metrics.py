@@ -143,7 +143,7 @@ def _build_schema(path: Path) -> Metric:
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        problem = f"cannot be used ({getattr(error, 'message', error)})"
+        problem = f"cannot be used ({getattr(error, 'message', getattr(error, 'strerror', None) or error)})"
         raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
