@@ -60,6 +60,8 @@ def init(
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
+    if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
+        raise UserError(f"--model {model}: is a file; use the folder of a saved model")
     name = _file_name(model) if model else preset
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)

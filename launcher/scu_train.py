@@ -17,7 +17,7 @@ from launcher.doctor.command import show as show_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
 from launcher.supervision.processes import run_child
 from launcher.supervision.terminal import show
-from trainer.config import RunConfig, UserError
+from trainer.config import UserError
 from trainer.config.scu_flags import (
     CONFIG_FILE,
     LOG_FILE,
@@ -52,7 +52,8 @@ def run(arguments: Sequence[str]) -> int:
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
         checked = load_flags(draft, options).config
-        if not options.dry_run and (code := _check(checked, [str(draft), *overrides])):
+        check = ["trainer.commands.prepare_run", "--phases", str(draft), *overrides]
+        if not options.dry_run and (code := run_child([sys.executable, "-m", "launcher.module", *check])):
             return code
     output = Path(checked.output_dir)
     config = output / "logs" / CONFIG_FILE
@@ -67,14 +68,6 @@ def run(arguments: Sequence[str]) -> int:
     show(f"the same as: zerolora {shlex.join(train)}")
     _copy_output_to(output / LOG_FILE)
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
-
-
-def _check(config: RunConfig, arguments: list[str]) -> int:
-    """Check inputs and folder, then model and data in a child process; return its exit code."""
-    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
-
-    check_early(config)
-    return run_child([sys.executable, "-m", "launcher.module", "trainer.commands.prepare_run", "--phases", *arguments])
 
 
 def check_requirements(output: Path) -> int:

@@ -47,10 +47,13 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
+    for name in names:
+        if isinstance(weight := t.get(name), int | float) and weight < 0:
+            t.refuse(name, "must be 0 or more")
     t.put("task", "reward" if losses is None else "preference", *names)
     t.drop("preference." if losses is None else "reward.")
     if losses is not None:
-        weights = {loss: weight for loss, weight in losses.items() if weight}
+        weights = {loss: weight for loss, weight in losses.items() if weight > 0}
         t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (one := t.get_setting("dataset.max_length")) is not None:
@@ -99,8 +102,7 @@ def set_attention(t: Translation, *names: str) -> None:
     if name is None:
         return
     if not re.fullmatch(ATTENTION, str(t.get(name))):
-        kernels = "eager, sdpa, flash_attention_2, flash_attention_3, flex_attention or a kernel of the hub"
-        t.refuse(name, f"must be {kernels}")
+        t.refuse(name, "must be eager, sdpa, flash_attention_2 or 3, flex_attention, or a kernel of the hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
@@ -147,6 +149,8 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
         if strategy != "no" and t.get(key, 0) < 0:
             t.refuse(key, "must be 0 or more")
+    if steps and each:
+        t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is set as well; remove one of them")
     chosen = default
     if strategy == "no" or each == 0 or steps == 0:
         chosen = ("steps", 0)

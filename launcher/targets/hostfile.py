@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.errors import shown
 from trainer.config.files import read_text
 
 Slots = dict[str, list[int]]
@@ -127,6 +126,6 @@ def _parse_filter(option: str, text: str, slots: Slots) -> Slots:
         gpus = numbers.split(",") if ":" in word else [str(gpu) for gpu in slots[host]]
         for gpu in gpus:
             if not gpu.isdigit() or int(gpu) not in slots[host]:
-                raise UserError(f"{option} {text}: {host} has no slot {shown(gpu)}; it has 0 to {max(slots[host])}")
+                raise UserError(f"{option} {text}: {host} has no slot {gpu or 'empty'}; it has 0 to {max(slots[host])}")
         chosen[host] = sorted({*chosen.get(host, ()), *map(int, gpus)})
     return chosen

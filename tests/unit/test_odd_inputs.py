@@ -1,6 +1,7 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -337,6 +338,7 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
     [
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
         ("seed: 1\n...\nlora: {r: 4}\n", "; use a YAML file .* no line of three dots or %YAML between them$"),
+        ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, with dots and in its section; keep one"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -356,6 +358,8 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
          "dataset.fields.prompt=q: also the field of completion; name another one"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
          "record 1: rejected is a list of texts; keep one of them"),
+        ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a map of lists \(data\), .*, as {messages: data}"),
+        ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
         ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; correct it"),
     ],
 )  # fmt: skip
@@ -432,7 +436,7 @@ def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
         ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
         ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
         ("max_samples: 0\n", "yaml:5: max_samples=0: must be 1 or more; remove it to use all records"),
-        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
+        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is empty or not in "),
     ],
 )
 def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Path) -> None:
@@ -447,15 +451,23 @@ def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Pa
     assert ("eval_dataset", "only the first of 2 is used") in translate_arguments([str(file)], tmp_path).left_out
 
 
+def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "d.jsonl").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(UserError, match=r"d.jsonl is compressed with gzip; rename it to end in .gz$"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'd.jsonl'}"]).config)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
         ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
+        ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
         ("status none", "none: neither a job's number nor an existing folder; pass a run's output_dir"),
-        ("sweep c.yaml lora.target_modules=q,v", "nothing to try; write lora.target_modules=[q],[v]"),
-        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; it has 0 to 1"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write training."),
+        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
         (
             "config d.jsonl",
             "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; use a",
@@ -490,6 +502,12 @@ def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"line 1 does not record a step"):
         read_metrics(tmp_path)
+
+
+def test_an_error_of_one_adapter_names_it(tmp_path: Path) -> None:
+    words = ["adapters=[{name: a},{name: b, lora.target_modules: none_such}]"]
+    with pytest.raises(UserError, match=r"^adapter b: lora.target_modules=none_such: matches no layer"):
+        prepare(load_config(make_ground(tmp_path) / "base.yaml", words).config)
 
 
 def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
@@ -533,6 +551,8 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
         (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is used already"),
         (["lora.null=3"], "lora.null: unknown setting"),
+        (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
+        (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
 )
 def test_adapters_and_names_that_cannot_be(words: list[str], line: str, tmp_path: Path) -> None:
@@ -588,14 +608,20 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
             ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
             r"^dataset.workers=4: has no effect, because dataset.streaming",
         ),
-        (["task=preference", "preference.gamma=1"], r"^preference.gamma=1: has no effect on preference.loss {dpo: 1"),
+        (
+            ["task=preference", "preference.gamma=1"],
+            r"^preference.gamma=1.0: has no effect, because preference.loss is {",
+        ),
         (
             ["task=preference", "preference.loss=hinge", "preference.label_smoothing=0.1"],
             r"=0.1: has no effect",
         ),
-        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1: has no effect on"),
+        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1.0: has no effect, because"),
         (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove it"),
-        (["lora.target_parameters=q_proj.weight"], r"^lora.target_parameters=q_proj.weight: is the weight of a linear"),
+        (
+            ["lora.target_parameters=q_proj.weight"],
+            r"^lora.target_parameters=q_proj.weight: is the weight",
+        ),
         (
             ["dataset.fields={role: nope}"],
             r"turn 1: no field nope \(found role, content\); add it, or name",
@@ -645,8 +671,10 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
         ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
         ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),
-        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2"),
+        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2 or 3"),
         ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
+        ("rl: dpo\nrpo_alpha: -1\n", "rpo_alpha=-1: must be 0 or more"),
+        ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is set as well; remove one of them"),
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (
             "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
@@ -682,26 +710,30 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
         translate_arguments([str(file)], tmp_path)
 
 
-def test_a_missing_model_is_refused_before_scu_train_writes(tmp_path: Path, refuse: Command) -> None:
-    (tmp_path / "data.txt").write_text("a b c\n")
-    line = refuse("scu-train", "--data", "data.txt", "--output-dir", "run", "base_model=./none")
-    assert line.startswith("error: base_model=./none: no such folder (") and "check the name: it is OWNER/NAME" in line
-    line = refuse("scu-train", "--data", "nothing.txt", "--output-dir", "run", "base_model=me/model")
-    assert line.startswith("error: dataset.path=nothing.txt: no such file")
-    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
-
-
-def test_a_missing_model_on_the_hub_is_refused_before_scu_train_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("base_model=./none", "base_model=./none: no such folder ("),
+        ("--model me/none", "base_model=me/none: not a local folder, not in the hub's cache"),
+        ("--model {model} --data pairs.jsonl", "task=auto: dataset has pairs of a chosen and a rejected answer"),
+    ],
+)
+def test_scu_train_writes_nothing_before_its_inputs_are_checked(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    ground, folder = make_ground(tmp_path / "ground"), tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "data.txt").write_text("a b c\n")
-    monkeypatch.setattr("sys.argv", "zerolora scu-train --model me/none --data data.txt --output-dir run".split())
+    monkeypatch.setenv("ZEROLORA_CACHE", str(tmp_path / "cache"))
+    (folder / "data.txt").write_text("a b c\n")
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    typed = f"zerolora scu-train --data data.txt --output-dir run {words.format(model=ground / 'model')}".split()
+    monkeypatch.setattr("sys.argv", typed)
     assert zerolora() == 2
-    assert capfd.readouterr().err.startswith("error: base_model=me/none: not a local folder, not in the hub's cache")
-    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
+    assert f"error: {line}" in capfd.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == ["data.txt", "pairs.jsonl"]
 
 
 def test_layers_that_the_adapter_does_not_reach_are_reported(

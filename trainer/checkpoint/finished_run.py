@@ -129,7 +129,7 @@ def _read_config(run_dir: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
-        raise UserError(f"{path}: {describe_first(error)}; it may come from another version of zerolora") from None
+        raise UserError(f"{path}: {describe_first(error)}; restore it, or use the zerolora that wrote it") from None
 
 
 def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:

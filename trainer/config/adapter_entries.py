@@ -35,7 +35,9 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
             yield Mistake(f"adapters.{index}.name", name, "is used already", "give each adapter a name of its own")
         names.add(str(name).lower())
         for dotted, value in flatten_entry(entry):
-            if dotted != "name" and not dotted.startswith(OWN) and dotted.split(".")[0] in RunConfig.model_fields:
+            if inner := next((name for name in OWN if name.startswith(f"{dotted}.") and name != f"{dotted}."), None):
+                yield Mistake(f"adapters.{index}.{dotted}", value, "must be a section", f"write `{inner}: ...`")
+            elif dotted != "name" and not dotted.startswith(OWN) and dotted.split(".")[0] in RunConfig.model_fields:
                 problem = "is shared by all adapters of a run"
                 yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for the whole run")
 

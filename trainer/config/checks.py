@@ -12,6 +12,7 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
+from trainer.config.needs import find_unread_settings, unread_mistake
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
@@ -55,6 +56,10 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         for found in (*_apply_rules("together", run), *find_invalid_combinations(run)):
             is_own = found.setting in own
             yield replace(found, setting=f"adapters.{index}.{found.setting}") if is_own else found
+        for unread in find_unread_settings(run):
+            if unread.name in own:
+                mistake = unread_mistake([unread], unread.need.reason(run))
+                yield replace(mistake, setting=f"adapters.{index}.{unread.name}")
     if config.adapters:
         yield from _find_unequal(config)
         return

@@ -70,6 +70,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """Parse a port, as the type of an argument."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
+    return int(text)
+
+
 Main = Callable[[list[str] | None], int | None]
 
 

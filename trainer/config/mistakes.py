@@ -48,6 +48,8 @@ class Mistakes:
     def add_twice(self, dotted: str, name: str) -> None:
         """Add a setting that is given as `name` after it was given under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
+        if self.names[dotted] == name:
+            problem = "given twice, with dots and in its section"
         place = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
         mistake = Mistake(name, None, problem, "keep one", place=place)
         self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))

@@ -17,7 +17,6 @@ from trainer.config.files import find_json
 from trainer.config.paths import is_remote, local_copy, remote_place
 
 LAST = "COMPLETE"
-LONGEST_REASON = 200
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 _ONLY_HERE = re.compile(r"\.|logs$|lock|abandoned")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -41,7 +40,7 @@ def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
     except Exception as error:  # each store has its own
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
         fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
-        reason = f"{type(error).__name__}: {str(error)[:LONGEST_REASON]}"
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{named or url}: cannot be used ({reason}); {fix}") from None
 
 

@@ -46,7 +46,7 @@ def find_shape(
     Raises UserError with the fields found and the fields expected.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
-    if _kinds_in_lists(first) == {str}:
+    if first and all(isinstance(value, list) and value and isinstance(value[0], str) for value in first.values()):
         where = f"{label}.path={shown(source.path)}, record 1"
         raise UserError(f"{where}: has columns as lists ({listed(columns)}), not one value each; {ONE_EACH}")
     _check_fields(source, format_, columns, label)
@@ -117,17 +117,12 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
-    if _kinds_in_lists(first) == {dict} and not source.fields and not {*TURN_LISTS} & {*columns}:
-        problem = f"is a map of lists ({listed(columns)}), not a list of records"
-        fix = f"{ONE_EACH}, or name the list of turns in {label}.fields, as {{messages: {next(iter(columns))}}}"
+    lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
+        problem = f"is a map of lists ({listed(lists)}), not a list of records"
+        fix = f"{ONE_EACH}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
         raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
-
-
-def _kinds_in_lists(record: Mapping[str, Any]) -> set[type]:
-    """Return the types of the first entries, if all values of a record are lists, else nothing."""
-    kinds = {type(value[0]) if isinstance(value, list) and value else None for value in record.values()}
-    return set() if None in kinds else {kind for kind in kinds if kind}
 
 
 def _map_roles(source: SourceSection) -> dict[str, str]:

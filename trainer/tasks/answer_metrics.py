@@ -88,7 +88,9 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
         return None if value is None else float(value)
     except (Exception, SystemExit) as error:  # of the user's function
         problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
-        raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
+        raise UserError(
+            f"evaluation.metrics={name}: {problem}; take prompt, answer, expected and return a number"
+        ) from None
 
 
 def build_metric(name: str, settings: EvaluationSection) -> Metric:
