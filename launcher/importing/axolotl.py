@@ -136,6 +136,8 @@ def set_data(t: Translation) -> None:
     if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
         if len(held_out) > 1:
             t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+        if t.get("val_set_size"):
+            t.refuse("val_set_size", "test_datasets is given as well; remove one of them")
         t.put("dataset.evaluation", held_out[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:

@@ -102,7 +102,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
     """Return the settings of one source, which `key` names, from its entry in dataset_info.json."""
     if name not in info:
-        t.refuse(key, f"{name} is empty or not in {file}; add it there, or correct the name")
+        t.refuse(key, f"{name} is not in {file}, or empty; add it there, or correct the name")
         return {}
     entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
     if entry is None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare.__main__ import main as compare
+from benchmarks.tiers.__main__ import main as tier
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
@@ -21,7 +22,7 @@ from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
 from trainer.checkpoint.finished_run import find_run
-from trainer.commands import push
+from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -410,6 +411,7 @@ def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     config = str(make_ground(tmp_path) / "base.yaml")
     for words, line in {
         ("--price", "free"): "--price: free: must be a number",
+        ("--gpu-memory", ""): "--gpu-memory : not an amount of memory; write 80GiB",
         ("--gpu-memory", "-5GiB"): "--gpu-memory -5GiB: not an amount of memory; write 80GiB",
     }.items():
         with contextlib.suppress(SystemExit):
@@ -436,7 +438,7 @@ def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
         ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
         ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
         ("max_samples: 0\n", "yaml:5: max_samples=0: must be 1 or more; remove it to use all records"),
-        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is empty or not in "),
+        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
     ],
 )
 def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Path) -> None:
@@ -463,6 +465,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
     [
         ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
         ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
+        ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line, with its dashes"),
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
         ("status none", "none: neither a job's number nor an existing folder; pass a run's output_dir"),
@@ -483,19 +486,31 @@ def test_odd_words_of_commands_are_named(words: str, line: str, tmp_path: Path, 
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert line in refuse(*words.split())
+    assert line in refuse(*words.split(" "))
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
+
+
+def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d").write_text("")
+    assert tier(["quick", "--cpu", "--output", str(tmp_path / "d")]) == 2
+    assert f"--output {tmp_path / 'd'}: is a file; use a folder" in capsys.readouterr().err
 
 
 def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "adapter_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_config.json, which was deleted; restore it, or "):
+    with pytest.raises(UserError, match=r"has no adapter_config.json, since the run did not finish, or it was"):
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")
     with pytest.raises(UserError, match="--base-model: empty; write a folder"):
         find_run(make_run(tmp_path / "other"), " ")
+
+
+def test_a_file_without_prompts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("\n\n")
+    assert generate.main([str(make_run(tmp_path)), "--prompts", str(tmp_path / "p.txt")]) == 2
+    assert "p.txt: holds no prompt; write one on each line" in capsys.readouterr().err
 
 
 def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> None:
@@ -551,6 +566,9 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
         (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is used already"),
         (["lora.null=3"], "lora.null: unknown setting"),
+        (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
+        (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
+        (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
@@ -624,7 +642,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         ),
         (
             ["dataset.fields={role: nope}"],
-            r"turn 1: no field nope \(found role, content\); add it, or name",
+            r"turn 1: no nope \(found role, content\); add it, or name",
         ),
         (
             ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
@@ -674,6 +692,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2 or 3"),
         ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
         ("rl: dpo\nrpo_alpha: -1\n", "rpo_alpha=-1: must be 0 or more"),
+        ("test_datasets: [{path: e, type: alpaca}]\nval_set_size: 0.1\n", "val_set_size=0.1: test_datasets is given"),
         ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is set as well; remove one of them"),
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (

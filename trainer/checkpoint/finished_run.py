@@ -73,8 +73,7 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        why = "since the run did not finish" if len(missing) == len(ADAPTER) else "which was deleted; restore it, or"
-        raise UserError(f"{folder}: has no {missing[0]}, {why}{';' * (why[-1] == 'h')} {fix}")
+        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish, or it was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.

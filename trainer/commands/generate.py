@@ -254,6 +254,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
+    if arguments.file is not None and not given:
+        raise UserError(f"--prompts={arguments.file}: holds no prompt; write one on each line")
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())

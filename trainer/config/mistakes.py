@@ -68,7 +68,7 @@ class Mistakes:
         found = describe_errors(error)
         explained = {*self._found, *(name for mistake in found for name in mistake.involves.split())}
         for mistake in found:
-            if self._is_given(mistake.setting) or not mistake.concerns(explained):
+            if mistake.involves or self._is_given(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:

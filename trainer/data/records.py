@@ -268,7 +268,7 @@ def _message(
     if role is None:
         found = f"{keys[0]} {shown(name)} is not known"
         if keys[0] not in turn:
-            raise UserError(f"{where}: no field {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
+            raise UserError(f"{where}: no {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
         raise UserError(
             f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
             "that the source's `roles` names"

@@ -176,7 +176,9 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
             + ("write one record per line" if several else "fix or remove it")
         ) from None
     except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
-        raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None
+        raise UserError(
+            f"{where}: line {line} of {file.name} is JSON that cannot be read ({error}); remove it"
+        ) from None
 
 
 def _describe_wrong_type(value: Any) -> str:
