@@ -371,7 +371,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "unknown role": (
         {"messages": [ASK, {"role": "robot", "content": "x"}]},
         {},
-        ("record 1, turn 2", "role robot is not known", "assistant"),
+        ("record 1, turn 2", "role 'robot' is not known", "assistant"),
     ),
     "no role": ({"messages": [ASK, {"content": "x"}]}, {}, ("record 1, turn 2", "no role", "content")),
     "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "without content")),

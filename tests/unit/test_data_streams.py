@@ -151,7 +151,7 @@ def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrai
     lines = Path("b.jsonl").read_text().splitlines()
     lines[150] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})
     Path("b.jsonl").write_text("\n".join([*lines, "{broken"]))
-    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: role robot is not known")
+    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: role 'robot' is not known")
     Path("b.jsonl").write_text("\n".join([*lines[:150], "{broken"]))
     _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "line 151 of b.jsonl is not JSON")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
 from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
@@ -266,7 +265,7 @@ def _message(
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        found = f"{keys[0]} {shown(name)} is not known"
+        found = f"{keys[0]} {'none' if name is None else repr(name)} is not known"
         if keys[0] not in turn:
             raise UserError(f"{where}: no {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
         raise UserError(
