@@ -60,6 +60,8 @@ def init(
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
+    if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
+        raise UserError(f"--model {model}: is a file; use the folder of a saved model")
     name = _file_name(model) if model else preset
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)
@@ -88,7 +90,8 @@ def _first_step(model: str | None, data: str | None, preset: str) -> str:
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
     if not (model and data):
-        raise UserError("--gpus: fits the file to a model and data; pass both with --model and --data")
+        option = f"--gpus {gpus}" if gpus is not None else f"--gpu-memory {gpu_memory}"
+        raise UserError(f"{option}: fits the file to a model and data; pass both with --model and --data")
     typer.echo("examining the model and the data")
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []

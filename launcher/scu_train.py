@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.doctor.command import show as show_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
+from launcher.supervision.processes import run_child
 from launcher.supervision.terminal import show
 from trainer.config import UserError
 from trainer.config.scu_flags import (
@@ -51,9 +52,10 @@ def run(arguments: Sequence[str]) -> int:
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
         checked = load_flags(draft, options).config
-    model, output = checked.base_model, Path(checked.output_dir)
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise UserError(f"base_model={model}: no such folder; use the folder of a model, or its name on the hub")
+        check = ["trainer.commands.prepare_run", "--phases", str(draft), *overrides]
+        if not options.dry_run and (code := run_child([sys.executable, "-m", "launcher.module", *check])):
+            return code
+    output = Path(checked.output_dir)
     config = output / "logs" / CONFIG_FILE
     several = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
     train = ["train", str(config), *overrides, *([] if several else ["--num-gpus", "1"])]

@@ -48,7 +48,7 @@ def status(
         return
     run = Path(target)
     if not run.is_dir():
-        raise UserError(f"{shown(target)}: neither a job's number nor the folder of a run")
+        raise UserError(f"{shown(target)}: neither a job's number nor an existing folder; pass a run's output_dir")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
         raise UserError(f"{shown(target)}: not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)

@@ -41,7 +41,9 @@ def sbatch_options(named: Mapping[str, str | int | None], more: Sequence[str]) -
     given = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *more]
     for option in given:
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
-            raise UserError(f"{option!r}: must be one line, with its dashes, such as --mem=0")
+            raise UserError(
+                f"{'--sbatch ' * (option[:1] != '-')}{option!r}: must be one line, with its dashes, such as --mem=0"
+            )
     return ["--requeue", "--open-mode=append", *given]
 
 

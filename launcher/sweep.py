@@ -78,7 +78,8 @@ def sweep(
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
         raise UserError(f"{RESUME}={resumes}: each run of a sweep resumes from its own folder; remove it")
     if not axes and not table:
-        raise UserError("zerolora sweep: nothing to try; write training.learning_rate=1e-4,2e-4")
+        one = next((f"{text} is one value, a list" for text in fixed if "," in text), "nothing to try")
+        raise UserError(f"zerolora sweep: {one}; write training.learning_rate=1e-4,2e-4")
     if table:
         become_module("trainer.commands.sweep_table", [str(folder)])
     if submit_options and not slurm:

@@ -37,6 +37,7 @@ from benchmarks.bench.report import (
 from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
+from trainer.config.command_line import positive_int
 from trainer.contract.known_versions import package_versions
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.output_files import check_result_file
@@ -75,9 +76,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="CONFIG|key=value", help="the run to measure")
     parser.add_argument("--shape", help="shape to use instead of that of base_model (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
-    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
+    parser.add_argument("--steps", type=positive_int, default=20, help="measured steps (default 20)")
+    parser.add_argument("--warmup", type=positive_int, default=5, help="steps before them (default 5)")
+    parser.add_argument("--num-gpus", type=positive_int, default=1, help="GPUs, or CPU ranks (default 1)")
     parser.add_argument("--peers", action="store_true", help="also measure the other trainers")
     parser.add_argument(
         "--peer", action="append", choices=STACKS, help="measure only this one of them, may be repeated"
@@ -94,8 +95,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--keep", help="keep runs, logs and traces in this folder")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.steps < 1 or arguments.warmup < 1:
-        parser.error("--steps and --warmup must be 1 or more")
     for word in arguments.peer_packages:
         stack, _, folder = word.partition("=")
         if stack not in STACKS or not Path(folder).is_dir():

@@ -322,6 +322,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _chosen(options: argparse.Namespace) -> list[Tier]:
     """Return the tiers to run, with the overrides of the command line. Raises UserError."""
     overrides = tuple(options.settings)
+    if options.output.is_file():
+        raise UserError(f"--output {options.output}: is a file; use a folder")
     if options.name == "all":
         if options.base_model:
             raise UserError(f"--base-model {options.base_model}: every tier has its own model; choose one tier")

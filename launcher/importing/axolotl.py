@@ -94,7 +94,9 @@ def find_names(pattern: str) -> list[str]:
 def set_training(t: Translation) -> None:
     """Set batches, schedule, precision and recomputation."""
     min_ratio = t.get("cosine_min_lr_ratio")
-    if min_ratio is not None and min_ratio >= 1:
+    if min_ratio is not None and not 0 <= min_ratio <= 1:
+        t.refuse("cosine_min_lr_ratio", "must be between 0 and 1")
+    elif min_ratio == 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
     elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
@@ -134,6 +136,8 @@ def set_data(t: Translation) -> None:
     if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
         if len(held_out) > 1:
             t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+        if t.get("val_set_size"):
+            t.refuse("val_set_size", "test_datasets is given as well; remove one of them")
         t.put("dataset.evaluation", held_out[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:

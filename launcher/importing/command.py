@@ -90,7 +90,11 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
+        if not dataset_dir.is_dir():
+            raise UserError(f"--dataset-dir {dataset_dir}: no such folder; use that of dataset_info.json")
     trainer = recognize_trainer(tree, enough=1)
+    if dataset_dir is not None and trainer == "Axolotl":
+        raise UserError(f"--dataset-dir {dataset_dir}: only LLaMA-Factory has one; remove it")
     if trainer is None:
         raise UserError(
             f"{path}: not a configuration of {', '.join(TRANSLATORS)}; for one of zerolora's, run `zerolora train`"

@@ -25,7 +25,9 @@ STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
 PARTITION = read_kind(read_tables()["types"]["partition"])
-FSDP_STAGES = {"NO_SHARD": 0, "3": 0, "SHARD_GRAD_OP": 2, "2": 2}
+FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+FSDP_WORDS = {*map(str.lower, FSDP_STAGES), "offload", "auto_wrap", "true"}
+ATTENTION = r"eager|sdpa|(paged\|)?flash_attention_\d|flex_attention|xformers|sage|s2|fp8|[\w.|-]+/.+"
 
 Interval = tuple[str, float]
 """Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
@@ -45,10 +47,13 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
+    for name in names:
+        if isinstance(weight := t.get(name), int | float) and weight < 0:
+            t.refuse(name, "must be 0 or more")
     t.put("task", "reward" if losses is None else "preference", *names)
     t.drop("preference." if losses is None else "reward.")
     if losses is not None:
-        weights = {loss: weight for loss, weight in losses.items() if weight}
+        weights = {loss: weight for loss, weight in losses.items() if weight > 0}
         t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (one := t.get_setting("dataset.max_length")) is not None:
@@ -96,6 +101,8 @@ def set_attention(t: Translation, *names: str) -> None:
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
+    if not re.fullmatch(ATTENTION, str(t.get(name))):
+        t.refuse(name, "must be eager, sdpa, flash_attention_2 or 3, flex_attention, or a kernel of the hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
@@ -142,6 +149,8 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
         if strategy != "no" and t.get(key, 0) < 0:
             t.refuse(key, "must be 0 or more")
+    if steps and each:
+        t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is set as well; remove one of them")
     chosen = default
     if strategy == "no" or each == 0 or steps == 0:
         chosen = ("steps", 0)
@@ -211,6 +220,8 @@ def set_distribution(t: Translation) -> None:
     if options is not None or not is_off(t.get("fsdp")):
         name = "fsdp" if options is None else "fsdp_config"
         if isinstance(options, str):
+            if t.foreign.find(options) is None:
+                t.refuse(name, "no such file; copy it here, or write its keys below fsdp_config")
             options = read_file(t, name, options, PARTITION["fsdp_config"])
         set_fsdp(t, name, options or {})
     if (value := t.get("deepspeed")) is not None:
@@ -310,9 +321,16 @@ def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | Non
 def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     """Set the ZeRO stage from FSDP's sharding: full sharding is stage 3, sharded gradients stage 2."""
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    shards = str(settings.get("sharding_strategy", "FULL_SHARD")).upper()
+    words = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
+    if unknown := [word for word in words if word not in FSDP_WORDS]:
+        t.refuse("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_WORDS))}")
+    named = next((word for word in words if word.upper() in FSDP_STAGES), "FULL_SHARD")
+    shards = str(settings.get("sharding_strategy", named)).upper()
+    shards = [*FSDP_STAGES][int(shards) - 1] if shards in [*"12345"] else shards
+    if shards not in FSDP_STAGES:
+        t.refuse(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or its number from 1")
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
-    offloads = settings.get("offload_params") or "offload" in str(t.get("fsdp"))
+    offloads = settings.get("offload_params") or "offload" in words
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)
     t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which computes the same")
     if settings.get("activation_checkpointing"):

@@ -94,15 +94,17 @@ def set_sources(t: Translation, names: list[str]) -> None:
         sources = [read_source(t, info, found, file) for found in names] if info is not None else []
         t.put_sources(sources, "dataset", "max_samples")
         if (held_out := split_names(t.get("eval_dataset"))) and info is not None:
-            t.put("dataset.evaluation", read_source(t, info, held_out[0], file), "eval_dataset")
+            if len(held_out) > 1:
+                t.leave_out("eval_dataset", f"only the first of {len(held_out)} is used")
+            t.put("dataset.evaluation", read_source(t, info, held_out[0], file, "eval_dataset"), "eval_dataset")
 
 
-def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """Return the settings of one source, from its entry in dataset_info.json."""
+def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
+    """Return the settings of one source, which `key` names, from its entry in dataset_info.json."""
     if name not in info:
-        t.refuse("dataset", f"{name} is not in {file}")
+        t.refuse(key, f"{name} is not in {file}, or empty; add it there, or correct the name")
         return {}
-    entry = common.convert_part(t, "dataset", str(file), name, ENTRY, info[name])
+    entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
@@ -110,11 +112,13 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
-        t.refuse("dataset", f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
+        t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
     if {"images", "videos", "audios"} & columns.keys():
-        t.refuse("dataset", f"{name}: {common.VISION}")
-    source = read_place(t, entry, file.parent, name)
-    if samples := [count for count in (entry.get("num_samples"), t.get("max_samples")) if count]:
+        t.refuse(key, f"{name}: {common.VISION}")
+    source = read_place(t, entry, file.parent, name, key)
+    if (limit := t.get("max_samples")) is not None and limit < 1:
+        t.refuse("max_samples", "must be 1 or more; remove it to use all records")
+    if samples := [count for count in (entry.get("num_samples"), limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")
@@ -129,19 +133,19 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if formatting in ("alpaca", "sharegpt", "openai"):
         form = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
-        return source | (mark_unpaired(t, read, columns["kto_tag"], name) if kind == "kto" else read)
-    t.refuse("dataset", f"{name}: formatting {formatting} is not known")
+        return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
+    t.refuse(key, f"{name}: formatting {formatting} is not known; use alpaca, sharegpt or openai")
     return {}
 
 
-def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
     """Return the location of a source, and the part to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
         fix = "ModelScope's and Modelers' hubs are not read; download it"
         if not hubs:
             fix = f"must have hf_hub_url or file_name{', as no script is run' * ('script_url' in entry)}; write one"
-        t.refuse("dataset", f"{name}: {fix}")
+        t.refuse(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")
     found = {
@@ -162,13 +166,13 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
 
 
-def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str) -> dict[str, Any]:
+def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, key: str) -> dict[str, Any]:
     """Return the settings of records with labelled answers."""
     fields = {
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }
     if "history" in fields:
-        t.refuse("dataset", f"{name}: a history is not read with labels; write the records as messages")
+        t.refuse(key, f"{name}: a history is not read with labels; write the records as messages")
     return read | {"format": "unpaired", "fields": fields | {"label": label}}
 
 

@@ -60,6 +60,10 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
             values.insert(0, word)
             continue
         name, equals, value = word[2:].partition("=")
+        if equals and not value:
+            raise UserError(f"--{name}: has no value; write one after the =")
+        if single := next((one for one in values if re.match("-[a-z]", one)), None):
+            raise UserError(f"{single}: options begin with two dashes; write -{single}")
         name, values = name.replace("-", "_"), [value] if equals else [one for one in values if not one.endswith(".py")]
         is_negated = name.startswith("no_") and not values
         read: Any = values if len(values) > 1 else values[0] if values else not is_negated

@@ -123,9 +123,9 @@ def _parse_filter(option: str, text: str, slots: Slots) -> Slots:
         host, _, numbers = word.partition(":")
         if host not in slots:
             raise UserError(f"{option} {text}: {host or 'an empty name'} is not one of {', '.join(slots)}")
-        gpus = numbers.split(",") if numbers else [str(gpu) for gpu in slots[host]]
+        gpus = numbers.split(",") if ":" in word else [str(gpu) for gpu in slots[host]]
         for gpu in gpus:
             if not gpu.isdigit() or int(gpu) not in slots[host]:
-                raise UserError(f"{option} {text}: {host} has no slot {gpu}; it has 0 to {max(slots[host])}")
+                raise UserError(f"{option} {text}: {host} has no slot {gpu or 'empty'}; it has 0 to {max(slots[host])}")
         chosen[host] = sorted({*chosen.get(host, ()), *map(int, gpus)})
     return chosen

@@ -1,6 +1,7 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare.__main__ import main as compare
+from benchmarks.tiers.__main__ import main as tier
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
@@ -20,7 +22,7 @@ from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
 from trainer.checkpoint.finished_run import find_run
-from trainer.commands import push
+from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -336,7 +338,8 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
     ("text", "line"),
     [
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
-        ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, and no line of three dots between them$"),
+        ("seed: 1\n...\nlora: {r: 4}\n", "; use a YAML file .* no line of three dots or %YAML between them$"),
+        ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, with dots and in its section; keep one"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -356,6 +359,8 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
          "dataset.fields.prompt=q: also the field of completion; name another one"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
          "record 1: rejected is a list of texts; keep one of them"),
+        ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a map of lists \(data\), .*, as {messages: data}"),
+        ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
         ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; correct it"),
     ],
 )  # fmt: skip
@@ -406,6 +411,7 @@ def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     config = str(make_ground(tmp_path) / "base.yaml")
     for words, line in {
         ("--price", "free"): "--price: free: must be a number",
+        ("--gpu-memory", ""): "--gpu-memory : not an amount of memory; write 80GiB",
         ("--gpu-memory", "-5GiB"): "--gpu-memory -5GiB: not an amount of memory; write 80GiB",
     }.items():
         with contextlib.suppress(SystemExit):
@@ -419,12 +425,152 @@ def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None
         list(read_metrics(tmp_path))
 
 
+def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    for words, stage in {"[shard_grad_op, auto_wrap]": 2, "full_shard auto_wrap offload": 3}.items():
+        file.write_text(AXOLOTL + f"fsdp: {words}\n")
+        assert translate_arguments([str(file)]).get_setting("zero.stage") == stage
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
+        ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
+        ("max_samples: 0\n", "yaml:5: max_samples=0: must be 1 or more; remove it to use all records"),
+        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
+    ],
+)
+def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}, "e": {"file_name": "e.json"}}')
+    file = tmp_path / "l.yaml"
+    head = "model_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n"
+    file.write_text(head + text)
+    with pytest.raises(UserError) as caught:
+        translate_arguments([str(file)], tmp_path)
+    assert line in str(caught.value)
+    file.write_text(head + "eval_dataset: d, e\n")
+    assert ("eval_dataset", "only the first of 2 is used") in translate_arguments([str(file)], tmp_path).left_out
+
+
+def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "d.jsonl").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(UserError, match=r"d.jsonl is compressed with gzip; rename it to end in .gz$"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'd.jsonl'}"]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
+        ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
+        ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line, with its dashes"),
+        ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
+        ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
+        ("status none", "none: neither a job's number nor an existing folder; pass a run's output_dir"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write training."),
+        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
+        (
+            "config d.jsonl",
+            "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; use a",
+        ),
+    ],
+)
+def test_odd_words_of_commands_are_named(words: str, line: str, tmp_path: Path, refuse: Command) -> None:
+    files = {
+        "a.yaml": AXOLOTL,
+        "c.yaml": "base_model: m\ndataset: {path: d}\n",
+        "hosts": "a slots=2\n",
+        "d.jsonl": "{}\n" * 2,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert line in refuse(*words.split(" "))
+    assert {path.name for path in tmp_path.iterdir()} == files.keys()
+
+
+def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d").write_text("")
+    assert tier(["quick", "--cpu", "--output", str(tmp_path / "d")]) == 2
+    assert f"--output {tmp_path / 'd'}: is a file; use a folder" in capsys.readouterr().err
+
+
+def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match=r"has no adapter_config.json, since the run did not finish, or it was"):
+        find_run(run)
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
+        find_run(run / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="--base-model: empty; write a folder"):
+        find_run(make_run(tmp_path / "other"), " ")
+
+
+def test_a_file_without_prompts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("\n\n")
+    assert generate.main([str(make_run(tmp_path)), "--prompts", str(tmp_path / "p.txt")]) == 2
+    assert "p.txt: holds no prompt; write one on each line" in capsys.readouterr().err
+
+
+def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"line 1 does not record a step"):
+        read_metrics(tmp_path)
+
+
+def test_an_error_of_one_adapter_names_it(tmp_path: Path) -> None:
+    words = ["adapters=[{name: a},{name: b, lora.target_modules: none_such}]"]
+    with pytest.raises(UserError, match=r"^adapter b: lora.target_modules=none_such: matches no layer"):
+        prepare(load_config(make_ground(tmp_path) / "base.yaml", words).config)
+
+
+def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
+    words = ["adapters=[{name: a, training.learning_rate: 0.5},{name: b}]"]
+    notes = load_config(make_ground(tmp_path) / "base.yaml", words).notes
+    assert any(note.startswith("a: training.learning_rate=0.5: far above") for note in notes)
+
+
+def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "model" / "chat_template.jinja").write_text("{{ bad")
+    with pytest.raises(UserError, match=r"^chat template {{ bad: this template cannot be used"):
+        prepare(load_config(ground / "base.yaml").config)
+    file = ground / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
+    with pytest.raises(UserError, match=r"no model can be built from config.json"):
+        prepare(load_config(ground / "base.yaml").config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"bits": "4"}, "quantization_config.bits: must be a whole number"),
+        ({"bits": 4, "group_size": "128"}, "quantization_config.group_size: must be a whole number"),
+        ({"bits": 4, "group_size": 0}, "groups of 0 columns, and they have at least 1"),
+        ({"bits": 4, "desc_act": "false"}, "quantization_config.desc_act: must be true or false"),
+    ],
+)
+def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    file = ground / "model" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", **changes}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantised))
+    with pytest.raises(UserError, match=re.escape(line)):
+        prepare(load_config(ground / "base.yaml").config)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
         (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is already used"),
         (["lora.null=3"], "lora.null: unknown setting"),
+        (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
+        (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
+        (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
+        (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
+        (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
 )
 def test_adapters_and_names_that_cannot_be(words: list[str], line: str, tmp_path: Path) -> None:
@@ -462,13 +608,55 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["dataset.chat_template={{ 1/0 }}"], r"^dataset.chat_template={{ 1/0 }}: this template cannot be used"),
+        (
+            ["dataset.chat_template={{ 1/0 }}"],
+            r"^chat template {{ 1/0 }}: this template cannot be used .* set another",
+        ),
         (["dataset.chat_template={empty}"], r"empty.jinja: the file is empty; write a template into it"),
         (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
         (["vision.cache=true"], r"^vision.cache=true: has no effect, because no record"),
         (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
         (["dataset.path=file:///x.jsonl"], r"file:///x.jsonl: is a URL that cannot be read; write it without file://"),
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
+        (
+            ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
+            r"^training.decay_ratio=0.99: with training.warmup_ratio=0.5 more than the whole run; use fractions",
+        ),
+        (
+            ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
+            r"^dataset.workers=4: has no effect, because dataset.streaming",
+        ),
+        (
+            ["task=preference", "preference.gamma=1"],
+            r"^preference.gamma=1.0: has no effect, because preference.loss is {",
+        ),
+        (
+            ["task=preference", "preference.loss=hinge", "preference.label_smoothing=0.1"],
+            r"=0.1: has no effect",
+        ),
+        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1.0: has no effect, because"),
+        (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove it"),
+        (
+            ["lora.target_parameters=q_proj.weight"],
+            r"^lora.target_parameters=q_proj.weight: is the weight",
+        ),
+        (
+            ["dataset.fields={role: nope}"],
+            r"turn 1: no nope \(found role, content\); add it, or name",
+        ),
+        (
+            ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
+            r"gone.json: cannot be used \(No such file or directory\); use a file with",
+        ),
+        (["output_dir=ftp://none.invalid/x"], r"^output_dir=ftp://none.invalid/x: cannot be used"),
+        (
+            ["output_dir=s3:/bucket/x"],
+            r"^output_dir=s3:/bucket/x: has one slash after s3:, and URLs have two; ",
+        ),
+        (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has one slash after s3:"),
+        (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
+        (["dataset.train_on=all,user"], r"^dataset.train_on=\[all, user\]: all includes every role; keep one"),
+        (["dataset.mix={path: a}", "dataset.path=null"], r"^dataset.mix={path: a}: must be a list of [^\n]*$"),
     ],
 )
 def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_path: Path) -> None:
@@ -497,6 +685,24 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
     [
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is set as well; remove one"),
+        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
+        ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
+        ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
+        ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),
+        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2 or 3"),
+        ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
+        ("rl: dpo\nrpo_alpha: -1\n", "rpo_alpha=-1: must be 0 or more"),
+        ("test_datasets: [{path: e, type: alpaca}]\nval_set_size: 0.1\n", "val_set_size=0.1: test_datasets is given"),
+        ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is set as well; remove one of them"),
+        ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
+        (
+            "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
+            "--learning_rate: has no value; write one",
+        ),
+        (
+            "trl sft --model_name_or_path m --dataset_name d -seed 5",
+            "-seed: options begin with two dashes; write",
+        ),
         ("trl", "trl: no command of TRL; use trl sft"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; write one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
@@ -523,11 +729,39 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
         translate_arguments([str(file)], tmp_path)
 
 
-def test_a_missing_model_is_refused_before_scu_train_writes(tmp_path: Path, refuse: Command) -> None:
-    (tmp_path / "data.txt").write_text("a b c\n")
-    line = refuse("scu-train", "--data", "data.txt", "--output-dir", "run", "base_model=./none")
-    assert line == "error: base_model=./none: no such folder; use the folder of a model, or its name on the hub"
-    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("base_model=./none", "base_model=./none: no such folder ("),
+        ("--model me/none", "base_model=me/none: not a local folder, not in the hub's cache"),
+        ("--model {model} --data pairs.jsonl", "task=auto: dataset has pairs of a chosen and a rejected answer"),
+    ],
+)
+def test_scu_train_writes_nothing_before_its_inputs_are_checked(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ground, folder = make_ground(tmp_path / "ground"), tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ZEROLORA_CACHE", str(tmp_path / "cache"))
+    (folder / "data.txt").write_text("a b c\n")
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    typed = f"zerolora scu-train --data data.txt --output-dir run {words.format(model=ground / 'model')}".split()
+    monkeypatch.setattr("sys.argv", typed)
+    assert zerolora() == 2
+    assert f"error: {line}" in capfd.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == ["data.txt", "pairs.jsonl"]
+
+
+def test_layers_that_the_adapter_does_not_reach_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    deeper = save_family(tmp_path / "deeper", "llama", num_hidden_layers=9)
+    find_run(run, str(deeper), allow_mismatch=True)
+    assert f"note: base_model={deeper}: has 9 layers, and the adapter " in capsys.readouterr().err
 
 
 def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,7 +308,7 @@ def zerolora(*arguments: str, cwd: Path = CHECKOUT) -> "subprocess.CompletedProc
 def test_a_folder_that_takes_no_log_is_named_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file where the folder should be")
     result = zerolora("scu-train", "--test-run", "--model", str(tmp_path), "--output-dir", "out", cwd=tmp_path)
-    assert result.returncode == 2 and "--output-dir out: out/logs/" in result.stderr
+    assert result.returncode == 2 and "output_dir=out: out is a file; use another folder" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import re
 import sys
 import warnings
 from contextlib import suppress
@@ -19,7 +20,7 @@ from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
-from trainer.config.files import check_shape, read_json
+from trainer.config.files import check_shape, find_json, read_json, read_safetensors_header
 from trainer.contract.object_store import open_run
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
@@ -72,10 +73,12 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish; {fix}")
+        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish, or it was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
+        if not base_model.strip():
+            raise UserError("--base-model: empty; write a folder or a name on the hub, or leave it out")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
             raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
         section = config.model.model_copy(update={"revision": None})
@@ -90,10 +93,21 @@ def find_run(
             raise
         for mistake in getattr(error, "mistakes", (error,)):
             print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
+        _report_bare_layers(folder, config.base_model)
     # The run's tokenizer has the template that was used; its file may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"dataset": dataset})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
+
+
+def _report_bare_layers(folder: Path, base_model: str) -> None:
+    """Print a note if the base has layers above the last one of the adapter."""
+    header, _, _ = read_safetensors_header(folder / ADAPTER[0])
+    last = max((int(found[1]) for name in header if (found := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
+    layers = find_json(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get("num_hidden_layers", 0)
+    if isinstance(layers, int) and 0 <= last < layers - 1:
+        unchanged = f"has {layers} layers, and the adapter {last + 1}; the others stay as they are"
+        print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
@@ -114,7 +128,7 @@ def _read_config(run_dir: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
-        raise UserError(f"{path}: {describe_first(error)}; it may come from another version of zerolora") from None
+        raise UserError(f"{path}: {describe_first(error)}; restore it, or use the zerolora that wrote it") from None
 
 
 def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:

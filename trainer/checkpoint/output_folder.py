@@ -7,7 +7,9 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -25,6 +27,7 @@ from trainer.model.published_shapes import is_random
 
 FREE_GIB_NEEDED = 1.0
 NAMES_SHOWN = 3
+Result = TypeVar("Result")
 
 
 def check_early(config: RunConfig, *, to_train: bool = True) -> None:
@@ -34,7 +37,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     """
     check_place(config)
     for run in config.runs:
-        check_early(run, to_train=to_train)
+        name_adapter(check_early, run, to_train=to_train)
     if config.runs:
         found = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if to_train and config.training.resume_from_checkpoint == "latest" and not found:
@@ -59,6 +62,14 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
         if source is not None and source.path is not None:
             local_path(source, label)
+
+
+def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
+    """Return what a check of one adapter's run returns; its errors name the adapter."""
+    try:
+        return check(run, *arguments, **options)
+    except UserError as error:
+        raise UserError(f"adapter {Path(run.output_dir).name}: {error}") from None
 
 
 def check_place(config: RunConfig) -> None:
@@ -132,6 +143,9 @@ def _nearest_existing(folder: Path) -> Path:
                 "folder, or use another"
             )
         if path.exists():
+            if ".." in (missing := folder.relative_to(path).parts):
+                name = path.joinpath(*missing[: missing.index("..")])
+                raise UserError(f"output_dir={folder}: {name} does not exist, so .. after it leads nowhere; drop both")
             return path
     return Path()
 

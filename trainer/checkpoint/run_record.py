@@ -44,7 +44,8 @@ IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 def find_run_dir(folder: Path) -> Path:
     """Return the output folder of a run, or that of a checkpoint in it. Raises UserError if it is neither."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; pass the output_dir of a run, or a checkpoint-N in it")
+        found = "is a file" if folder.is_file() else "no such folder"
+        raise UserError(f"{folder}: {found}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; pass the output_dir of a run")

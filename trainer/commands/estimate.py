@@ -174,8 +174,8 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
         raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
-    host = parse_memory(arguments.host_memory, "--host-memory") if arguments.host_memory else None
-    memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
+    host = parse_memory(arguments.host_memory, "--host-memory") if arguments.host_memory is not None else None
+    memory = parse_memory(DEFAULT_GPU if arguments.gpu_memory is None else arguments.gpu_memory)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
     check_ranks(config.parallel.sequence, config.zero, gpus)
@@ -196,7 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--max-length auto: an image model has no sequences; remove it")
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
-        card, network = arguments.card or REFERENCE_CARD, speed.find_network(planner, arguments)
+        card = REFERENCE_CARD if arguments.card is None else arguments.card
+        network = speed.find_network(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
         print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, card, context)))

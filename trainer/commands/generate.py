@@ -251,6 +251,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
+    if arguments.file is not None and not listed:
+        raise UserError(f"--prompts={arguments.file}: holds no prompt; write one on each line")
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []

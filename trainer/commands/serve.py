@@ -16,7 +16,7 @@ from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import port_number
 from trainer.setup.kinds import refuse_unsupported
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    parser.add_argument("--port", type=positive_int, default=8000, help="(default: 8000)")
+    parser.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
     parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
     parser.add_argument(
         "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"

@@ -37,7 +37,10 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
         names.add(str(name).lower())
         for dotted, value in flatten_entry(entry):
             is_setting = dotted != "name" and dotted.split(".")[0] in RunConfig.model_fields
-            if is_setting and not dotted.startswith(PER_ADAPTER):
+            inner = [name for name in PER_ADAPTER if name.startswith(f"{dotted}.") and name != f"{dotted}."]
+            if inner:
+                yield Mistake(f"adapters.{index}.{dotted}", value, "must be a section", f"write `{inner[0]}: ...`")
+            elif is_setting and not dotted.startswith(PER_ADAPTER):
                 problem = "is shared by all adapters of a run"
                 yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for the whole run")
 

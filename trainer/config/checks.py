@@ -12,6 +12,7 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import MISSING_DATA, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
+from trainer.config.needs import find_unused_settings, unused_mistake
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
@@ -55,6 +56,10 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         for mistake in (*_apply_rules("together", run), *find_invalid_combinations(run)):
             is_in_entry = mistake.setting in names
             yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}") if is_in_entry else mistake
+        for unused in find_unused_settings(run):
+            if unused.name in names:
+                mistake = unused_mistake([unused], unused.need.reason(run))
+                yield replace(mistake, setting=f"adapters.{index}.{unused.name}")
     if config.adapters:
         yield from _find_unequal_layouts(config)
         return
@@ -142,7 +147,7 @@ def _fill(text: str, allowed: str, config: RunConfig) -> str:
 def _check_data(config: RunConfig) -> Iterator[Mistake]:
     data = config.dataset
     if not data.path and not data.mix:
-        yield MISSING_DATA
+        yield replace(MISSING_DATA, involves="dataset.mix")
     for label, source in [("dataset", data), ("dataset.evaluation", data.evaluation)] + [
         (f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)
     ]:
@@ -183,6 +188,10 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         involves = "training.best_checkpoint training.eval_steps"
         fix = f"use a multiple of eval_steps={training.eval_steps}"
         yield Mistake("training.save_steps", training.save_steps, problem, fix, involves)
+    is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
+    if is_stable and training.warmup_ratio + training.decay_ratio > 1:
+        why = f"with training.warmup_ratio={training.warmup_ratio:g} more than the whole run"
+        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions whose sum is at most 1")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
         yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")
@@ -218,6 +227,9 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 def describe_unusual_settings(config: RunConfig) -> list[str]:
     """Return a warning for each valid setting far from usual values."""
+    if config.runs:
+        entries = zip(config.adapters, config.runs, strict=True)
+        return [f"{entry['name']}: {line}" for entry, run in entries for line in describe_unusual_settings(run)]
     training, lora = config.training, config.lora
     lines = []
     if training.learning_rate > HIGHEST_USUAL_RATE:

@@ -68,6 +68,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """Parse a port, as the type of an argument."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
+    return int(text)
+
+
 Main = Callable[[list[str] | None], int | None]
 
 
@@ -141,7 +148,8 @@ class CommandParser(argparse.ArgumentParser):
             r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", message
         )
         words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := suggest_override(words[0])):
+        takes_overrides = any(action.dest == "overrides" for action in self._actions)
+        if words and takes_overrides and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
         return f"{one_line(message)}; `{self.prog} --help` says how"

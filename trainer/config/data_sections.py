@@ -115,7 +115,7 @@ class DatasetSection(SourceSection):
     """Read and tokenize during training, for datasets larger than memory; needs training.max_steps."""
     shuffle: bool = True
     """Shuffle the data in every epoch, depending on `seed`."""
-    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    workers: Annotated[int, Field(ge=1, le=64), Needs(".streaming", (False,))] = 1
     """Number of processes for tokenization before training."""
     cache_dir: PathText = Field("~/.cache/zerolora/datasets", validate_default=True)
     """Folder for tokenized data, which is reused for the same content."""

@@ -117,7 +117,7 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
             path.append(str(part))
             kind = section.model_fields[str(part)].annotation
             section, is_map = _find_model(kind), get_origin(kind) is dict
-        elif is_map or isinstance(part, int) or part.isdigit():
+        elif part != "[key]" and (is_map or isinstance(part, int) or part.isdigit()):
             path.append(str(part))
     return path, section
 

@@ -48,6 +48,8 @@ class Mistakes:
     def add_duplicate(self, dotted: str, name: str) -> None:
         """Add the mistake of a setting that was typed as `name` and before that under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
+        if self.names[dotted] == name:
+            problem = "given twice, with dots and in its section"
         location = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
         mistake = Mistake(name, None, problem, "keep one", location=location)
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
@@ -66,7 +68,7 @@ class Mistakes:
         found = describe_errors(error)
         explained = {*self._entries, *(name for mistake in found for name in mistake.involves.split())}
         for mistake in found:
-            if self._is_configured(mistake.setting) or not mistake.concerns(explained):
+            if mistake.involves or self._is_configured(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:

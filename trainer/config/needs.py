@@ -37,7 +37,7 @@ class Needs:
     def _allows(self, value: Any) -> bool:
         if not self.values:
             return bool(value)
-        return value in self.values or (isinstance(value, tuple) and any(each in self.values for each in value))
+        return value in self.values or (isinstance(value, tuple | dict) and any(each in self.values for each in value))
 
     @property
     def is_absence(self) -> bool:

@@ -32,6 +32,8 @@ def expand_path(text: str) -> str:
         path = os.path.expanduser(path)
         if path.startswith("~"):
             raise ValueError(f"the home folder {path.partition('/')[0]} is unknown here; write the full path")
+    if one_slash := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path):
+        raise ValueError(f"has one slash after {one_slash[1]}:, and URLs have two; write s3://bucket/name, or a path")
     if "\0" in path:
         raise ValueError("has a NUL character; remove it")
     longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))

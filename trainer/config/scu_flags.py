@@ -141,7 +141,7 @@ def resumed_ranks(run: Path) -> int:
 def _list_checkpoints(run: Path) -> str:
     steps = sorted(int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit())
     names = ", ".join(f"checkpoint-{step}" for step in steps)
-    return f"{run} has {names}" if names else f"{run} has no checkpoints"
+    return f"{run} has {names}" if names else f"{run} has no checkpoints; start without it"
 
 
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:

@@ -15,6 +15,7 @@ LOSSES = (
 )  # fmt: skip
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 """Losses that compare the two answers without a reference model."""
+_SMOOTHED, _KTO = ("dpo", "robust", "exo_pair", "cpo", "simpo"), Needs(".loss", ("kto",))
 _LOGIT_NORMAL, _SAMPLES = Needs(".times", ("logit_normal",)), Needs("logging.sample_prompts")
 
 
@@ -51,22 +52,22 @@ class PreferenceSection(Section):
     share_prompt: Literal["auto"] | bool = False
     """Compute the prompt of a pair once for both answers, which does not change the loss; not for `kto`. `auto`: if it
     saves at least 10 % of the tokens, and a test pass shows that the model supports it."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5), Needs(".loss", _SMOOTHED)] = 0.0
     """Probability that chosen and rejected are swapped, for `dpo`, `robust`, `exo_pair`, `cpo` and
     `simpo`."""
-    gamma: NonNegative = 0.5
+    gamma: Annotated[NonNegative, Needs(".loss", ("simpo",))] = 0.5
     """Margin of `simpo` between the rewards of the two answers, divided by beta."""
-    discopop_tau: Positive = 0.05
+    discopop_tau: Annotated[Positive, Needs(".loss", ("discopop",))] = 0.05
     """Temperature of `discopop`."""
     length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO's alpha); 1: no change."""
     weighting: Literal["none", "wpo"] = "none"
     """`wpo` multiplies the loss of a pair by the probability of both answers under the trained model, relative to
     answers that it would generate itself (WPO; TRL's use_weighting). This approximates on-policy data."""
-    desirable_weight: Positive = 1.0
+    desirable_weight: Annotated[Positive, _KTO] = 1.0
     """Weight of answers labeled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""
-    undesirable_weight: Positive = 1.0
+    undesirable_weight: Annotated[Positive, _KTO] = 1.0
     """Weight of answers labeled false in the loss of `kto`."""
 
 

@@ -22,7 +22,7 @@ _HINTS = {
     "but found another document": "one file holds one configuration, remove the ---",
     "expected <block end>": "indent the settings of a section equally",
     "could not determine a constructor for the tag": "remove the tag, which begins with !",
-    "expected '<document start>'": "write settings as `name: value`, and no line of three dots between them",
+    "expected '<document start>'": "write settings as `name: value`, without lines of `...` or %YAML",
     "mapping values are not allowed": "put text with a colon in quotes",
 }
 # Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.

@@ -39,7 +39,9 @@ def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
         raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
     except Exception as error:  # each store has its own
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
-        raise UserError(f"{named or url}: cannot be used ({type(error).__name__}: {error}); {fix}") from None
+        fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{named or url}: cannot be used ({reason}); {fix}") from None
 
 
 def _is_not_last(name: str) -> bool:
@@ -104,7 +106,7 @@ def fetch_run(run_dir: Path) -> None:
     """Bring the checkpoints that the copy of a run lacks, and its other files if the store has a newer checkpoint."""
     if (url := remote_url(run_dir)) is None:
         return
-    with store(url) as (system, root):
+    with store(url, f"output_dir={url}") as (system, root):
         (there, stored), (_, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
         is_newer = _newest(stored) > _newest(ours) or not (run_dir / "run.json").exists()
         wanted = stored - ours

@@ -72,9 +72,8 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            raise UserError(
-                f"dataset.chat_template={shown(source)}: this template cannot be used ({error}); set another one"
-            ) from None
+            named = f"chat template {shown(source)}: this template cannot be used ({error})"
+            raise UserError(f"{named}; set another one as dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""

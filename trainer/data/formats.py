@@ -46,7 +46,7 @@ def find_shape(
     Raises UserError with the fields found and the fields expected.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
-    if _kinds_in_lists(first) == {str}:
+    if first and all(isinstance(value, list) and value and isinstance(value[0], str) for value in first.values()):
         where = f"{label}.path={shown(source.path)}, record 1"
         raise UserError(f"{where}: has columns as lists ({listed(columns)}), not one value each; {ONE_EACH}")
     _check_fields(source, format_, columns, label)
@@ -117,16 +117,12 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
-    if _kinds_in_lists(first) == {dict} and not source.fields and not {*TURN_LISTS} & {*columns}:
-        problem = f"is a map of lists ({listed(columns)}), not a list of records"
-        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {ONE_EACH}")
+    lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
+        problem = f"is a map of lists ({listed(lists)}), not a list of records"
+        fix = f"{ONE_EACH}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
+        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
-
-
-def _kinds_in_lists(record: Mapping[str, Any]) -> set[type]:
-    """Return the types of the first entries, if all values of a record are lists, else nothing."""
-    kinds = {type(value[0]) if isinstance(value, list) and value else None for value in record.values()}
-    return set() if None in kinds else {kind for kind in kinds if kind}
 
 
 def _map_roles(source: SourceSection) -> dict[str, str]:
@@ -168,7 +164,7 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
         )
     is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
     head = ", as the first line of a CSV file names them" * is_csv
-    example = "such as {prompt: question, completion: answer}, or {text: body} for whole texts"
+    example = "such as {prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
     return f"the records have {listed(columns)}{head}, and wanted is one of {WANTED}; set {label}.fields, {example}"
 
 

@@ -252,7 +252,7 @@ def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Ind
         roles = ", ".join(section.train_on)
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
-            "choose other roles, or all, and look at the records with `zerolora inspect`"
+            "choose other roles, or all, or remove empty records; `zerolora inspect` shows them"
         )
     if section.too_long == "drop":
         return UserError(

@@ -265,7 +265,9 @@ def _message(
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        found = f"{keys[0]} {name!r} is not known" if keys[0] in turn else f"no {keys[0]}, there is {listed(turn)}"
+        found = f"{keys[0]} {'none' if name is None else repr(name)} is not known"
+        if keys[0] not in turn:
+            raise UserError(f"{where}: no {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
         raise UserError(
             f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
             "that the source's `roles` names"
@@ -280,7 +282,10 @@ def _message(
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        raise UserError(f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)})")
+        raise UserError(
+            f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)}); "
+            "write it, or remove the turn"
+        )
     message["content"] = images.read_marks(_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
         raise UserError(f"{where}: an assistant turn has an image, and answers are text; move it to a user turn")

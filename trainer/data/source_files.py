@@ -80,7 +80,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     if splits:
         files = [file for file in files if by_split[file] == _split_word(split)]
         if not files:
-            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}")
+            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}; use one")
     elif split != "train":
         raise UserError(no_such_split(label, split, shown(source.path)))
     return _one_kind(files, where)

@@ -148,6 +148,8 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
         raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; correct it")
     near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
+    if "," in path.name or "*" in path.name:
+        hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
 

@@ -63,6 +63,12 @@ def _without_padding(value: Any) -> Any:
     return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
+_NO_DATA = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the data; fetch it with git lfs pull",
+    b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
+}
+
+
 def data_suffix(path: Path) -> str:
     """Return the file's suffix, without .gz."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
@@ -77,9 +83,9 @@ def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                if number == 1 and line.startswith(b"version https://git-lfs"):
-                    problem = "is a pointer of Git LFS, not the data; fetch it with git lfs pull"
-                    raise UserError(f"{where}: {file.name} {problem}")
+                for begin, found in _NO_DATA.items() if number == 1 else ():
+                    if line.startswith(begin):
+                        raise UserError(f"{where}: {file.name} {found}")
                 start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
                 text = _decode(line[start:], f"{where}: line {number} of {file.name}", offset + start)
                 yield text if keep_bad else _refuse_bad(text)
@@ -170,7 +176,9 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
             + ("write one record per line" if several else "fix or remove it")
         ) from None
     except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
-        raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None
+        raise UserError(
+            f"{where}: line {line} of {file.name} is JSON that cannot be read ({error}); remove it"
+        ) from None
 
 
 def _describe_wrong_type(value: Any) -> str:

@@ -249,7 +249,8 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         # Otherwise torch's slow reference kernels would initialise values that are never used.
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError,
+            RuntimeError) as error:  # fmt: skip
         raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model

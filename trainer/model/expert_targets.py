@@ -112,6 +112,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     unknown = {type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)}
     none = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
+    linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name in lora.target_parameters:
         if matches_aliases(name, known):
             if not lora.experts:
@@ -123,6 +124,8 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
+        elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):
+            raise UserError(f"lora.target_parameters={name}: is the weight of an adapted layer; remove it")
     if not experts:
         if lora.expert_rank != "r":
             raise UserError(f"lora.expert_rank={lora.expert_rank}: {none}; leave it out")

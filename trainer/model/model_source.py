@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlparse
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
@@ -32,8 +32,11 @@ class Quantization:
     """The keys of `quantization_config` used here, of all libraries."""
 
     format: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
+    bits: StrictInt | None = None
+    w_bit: StrictInt | None = None
+    desc_act: StrictBool | None = None
+    zero_point: StrictBool | None = None
+    group_size: StrictInt | None = None
     dynamic: dict[str, dict[str, Any] | None] | None = None
     weight_block_size: tuple[int, int] | None = None
     modules_to_not_convert: list[str] | None = None
@@ -157,6 +160,8 @@ def _describe_missing_config(folder: Path) -> str:
             base = read_adapter_settings(folder).get("base_model_name_or_path")
         base = base or "its base"
         return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
+    if (folder / "model_index.json").exists():
+        return "holds an image model; set task: auto, or use the folder of a language model"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:
         return f"the folder has no config.json, but its subfolder {inner[0]} does; use {folder / inner[0]}"

@@ -92,8 +92,11 @@ def _parse_columns(settings: dict[str, Any], method: Any) -> FourBitForm | str:
     if version not in known:
         return f"version {version}, and only {' and '.join(known)} are read"
     left_out = settings.get("modules_to_not_convert") or (f"re:{rule[2:]}" for rule in rules if rule.startswith("-:"))
-    group, ordered = max(0, settings.get("group_size", 128) or 0), bool(settings.get("desc_act"))
-    return FourBitForm(method, group, True, tuple(left_out), ordered, int(version == "gptq"))
+    group = -1 if (group := settings.get("group_size", 128)) is None else group
+    if group != -1 and group < 1:
+        return f"groups of {group} columns, and they have at least 1, or -1 for whole rows"
+    ordered = bool(settings.get("desc_act"))
+    return FourBitForm(method, max(0, group), True, tuple(left_out), ordered, int(version == "gptq"))
 
 
 def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:

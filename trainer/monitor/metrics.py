@@ -53,7 +53,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
         try:
             records += [parse_record(line, path)] if line else []
         except UnreadableFile as error:
-            if number < len(lines):
+            if number < len(lines) or number == 1:
                 problem = f"line {number} does not record a step and its numbers ({error.problem})"
                 raise UserError(f"{path}: {problem}; repair or remove that line") from None
     return records

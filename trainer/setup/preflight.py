@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
-from trainer.checkpoint.output_folder import check_free, check_place
+from trainer.checkpoint.output_folder import check_free, check_place, name_adapter
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import SETTINGS_FILE
 from trainer.config.needs import switch_value
@@ -44,7 +44,7 @@ def prepare(
     """
     if config.runs:
         check_place(config)
-        return _join_prepared([prepare(run, report, to_train=to_train) for run in config.runs])
+        return _join_prepared([name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -112,7 +112,7 @@ def prepare_to_resume(
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_place(config)
     if config.runs:
-        each = [prepare_to_resume(run, world_size, report, to_train=to_train) for run in config.runs]
+        each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
         return _join_prepared([found for found, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)

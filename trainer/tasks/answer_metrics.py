@@ -88,7 +88,9 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
         return None if value is None else float(value)
     except (Exception, SystemExit) as error:  # of the user's function
         problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
-        raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
+        raise UserError(
+            f"evaluation.metrics={name}: {problem}; take prompt, answer, expected and return a number"
+        ) from None
 
 
 def build_metric(name: str, settings: EvaluationSection) -> Metric:
@@ -143,7 +145,7 @@ def _build_schema(path: Path) -> Metric:
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        problem = f"cannot be used ({getattr(error, 'message', error)})"
+        problem = f"cannot be used ({getattr(error, 'message', getattr(error, 'strerror', None) or error)})"
         raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
