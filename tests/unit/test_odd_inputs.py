@@ -338,7 +338,7 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
     ("text", "line"),
     [
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
-        ("seed: 1\n...\nlora: {r: 4}\n", "; use a YAML file .* no line of three dots or %YAML between them$"),
+        ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, without lines of `...` or %YAML$"),
         ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, with dots and in its section; keep one"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
@@ -473,7 +473,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
         (
             "config d.jsonl",
-            "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; use a",
+            "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; write settings",
         ),
     ],
 )
