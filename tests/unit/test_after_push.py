@@ -75,7 +75,7 @@ def test_the_card_names_base_data_and_usage(run_dir: Path) -> None:
         "base.resize_token_embeddings(len(tokenizer)",
         "| data | gone.jsonl |",
         "| held out | held.jsonl |",
-        "| 4-bit base | nf4, blocks of 64, double quantisation |",
+        "| 4-bit base | nf4, blocks of 64, double quantization |",
         "| optimizer steps | 4 |",
         "| versions | python 3.11.7, torch 2.13.0 |",
     ):

@@ -54,7 +54,7 @@ def by_torchao(merged: Tensor, form: IntegerForm) -> Tensor:
 @FORMS
 def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
     _, weight, _, down, up = factors()
-    rounded = fake_quantised(weight, down, up, SCALE, form.quantise)
+    rounded = fake_quantised(weight, down, up, SCALE, form.quantize)
     merged = (weight + SCALE * (up @ down)).detach()
     assert torch.equal(rounded, by_torchao(merged, form))
     groups = merged.view(48, -1, form.group or 64)
@@ -67,7 +67,7 @@ def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
 def test_gradients_pass_straight_through(form: IntegerForm) -> None:
     """By hand: dM = dY^T x as if nothing had been rounded, dB = s dM A^T, dA = s B^T dM; dX sees the rounded weight."""
     x, weight, bias, down, up = factors()
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise)
+    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
     rounded = by_torchao((weight + SCALE * (up @ down)).detach(), form)
     torch.testing.assert_close(y, x @ rounded.t() + bias)
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
@@ -84,11 +84,11 @@ def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: In
     """Against plain autograd with the same mask: y = x Q^T + s ((m - 1)*x) A^T B^T, and Q straight through."""
     x, weight, bias, down, up = factors()
     torch.manual_seed(5)
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise, 0.5)
+    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     torch.manual_seed(5)
-    again = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise, 0.5)
+    again = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     assert torch.equal(y, again) and not torch.equal(
-        y, fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise)
+        y, fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
     )
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
     ours = torch.autograd.grad(y, (x, down, up), grad_y)
@@ -120,9 +120,9 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
 def test_the_last_bit_of_a_sum_decides_nothing_at_the_edge_of_a_group(form: IntegerForm) -> None:
     """The largest weight of a group lies on a whole number, not between two: other devices sum in other orders."""
     merged = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    values, _ = form.quantise(merged)
+    values, _ = form.quantize(merged)
     for other in (merged * (1 + 2**-22), merged * (1 - 2**-22)):
-        assert (form.quantise(other)[0] != values).sum() <= 2  # one edge in 4,096 weights is near enough by chance
+        assert (form.quantize(other)[0] != values).sum() <= 2  # one edge in 4,096 weights is near enough by chance
 
 
 def test_zeros_stay_and_nan_is_not_hidden() -> None:

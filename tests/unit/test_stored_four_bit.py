@@ -183,7 +183,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, and only gemm are read"),
     "w4a4": (
         changed_group("nvfp4", input_activations=INPUTS),
-        "inputs are quantised too, as in W4A4, and of",
+        "inputs are quantized too, as in W4A4, and of",
     ),
     "mxfp4": (
         changed_group("nvfp4", weights=INPUTS | {"strategy": "group", "group_size": 32}),
@@ -202,7 +202,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_is_not_read_is_refused_in_one_line_with_the_reason(case: str) -> None:
     settings, reason = UNSUPPORTED[case]
-    with pytest.raises(UserError, match=rf"base_model=some/model: is already quantised \(.*{reason}.*\); use the") as e:
+    with pytest.raises(UserError, match=rf"base_model=some/model: is already quantized \(.*{reason}.*\); use the") as e:
         check_kind("some/model", with_quantization(settings))
     assert "\n" not in str(e.value)
 

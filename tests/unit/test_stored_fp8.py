@@ -251,7 +251,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
             "format": "nvfp4-pack-quantized",
             "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized, inputs are quantised too, as in W4A4, and of 4 bits only W4A16 "
+        "compressed-tensors, nvfp4-pack-quantized, inputs are quantized too, as in W4A4, and of 4 bits only W4A16 "
         "integers by group or channel and NVFP4 are read",
     ),
     "int8": (
@@ -272,7 +272,7 @@ def test_other_forms_are_refused_in_one_line_that_names_ours(case: str, root: Pa
     with pytest.raises(UserError) as error:
         check_kind("some/model", config)
     line = str(error.value)
-    assert line.startswith(f"base_model=some/model: is already quantised ({named}); use the full-precision model")
+    assert line.startswith(f"base_model=some/model: is already quantized ({named}); use the full-precision model")
     assert "quantization.quant_type: fp8 or int8" in line and "\n" not in line
 
 

@@ -62,7 +62,7 @@ class IntegerMerge:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
         base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        found = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
+        found = quantised_merged(base, down, up, layer.scaling[name], form.quantize)
         values, scales = (each.cpu() for each in found)
         weight.data = dequantised(values, scales, self.dtype)
         factors[1].data.zero_()

@@ -83,7 +83,7 @@ def lora_config(
 
 
 def changes_base_weights(lora: LoraSection) -> bool:
-    """Return whether the initialisation subtracts the initial adapter from the base weights."""
+    """Return whether the initialization subtracts the initial adapter from the base weights."""
     return lora.init.startswith(("pissa", "olora"))
 
 
@@ -99,7 +99,7 @@ def apply_adapter(
     """Add a new adapter, or load the one at `lora.adapter_path`; its weights are trained in `dtype`.
 
     In 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. LoftQ (Li et al., 2023) reads the
-    full-precision weights from `base_model` to initialise the adapter with their quantisation error.
+    full-precision weights from `base_model` to initialize the adapter with their quantization error.
     """
     from peft import get_peft_model
 
@@ -126,7 +126,7 @@ def apply_adapter(
             set_dropout(adapted, lora.dropout)
             set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
-            _start_from_quantisation_error(adapted, base_model)
+            _start_from_quantization_error(adapted, base_model)
     check_reloadable(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -160,7 +160,7 @@ def apply_adapters(
     return adapted
 
 
-def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
+def _start_from_quantization_error(adapted: Any, base_model: str) -> None:
     from peft import replace_lora_weights_loftq
 
     file = Path(base_model) / "model.safetensors"

@@ -174,12 +174,12 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Return the base model in `dtype` on `device`, quantised if `quantization` is set.
+    """Return the base model in `dtype` on `device`, quantized if `quantization` is set.
 
     Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
     configuration unchanged. DeepSpeed partitions the model with a stage-3 `deepspeed_config`, `shards` per layer.
 
-    Whole models in 16 or 32 bits are loaded by transformers. Quantised, partitioned and random ones are built empty and
+    Whole models in 16 or 32 bits are loaded by transformers. Quantized, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
@@ -246,7 +246,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
     from transformers.initialization import no_init_weights
 
     try:
-        # Otherwise torch's slow reference kernels would initialise values that are never used.
+        # Otherwise torch's slow reference kernels would initialize values that are never used.
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError) as error:

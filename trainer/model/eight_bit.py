@@ -1,7 +1,7 @@
-"""Linear layers in 8 bits (FP8 e4m3 or int8), quantised while they are loaded or already stored in 8 bits.
+"""Linear layers in 8 bits (FP8 e4m3 or int8), quantized while they are loaded or already stored in 8 bits.
 
 With one scale per row, products are computed in 8 bits too (ops/eight_bit.py). With scales per block, or if products
-must be exact, weights are dequantised for each product (ops/scaled.py).
+must be exact, weights are dequantized for each product (ops/scaled.py).
 
 Values are stored as uint8 (e4m3) or int8, because the 16-bit engine converts every float parameter and would destroy
 the bits. For the same reason scales are neither parameters nor buffers; every rank keeps all of them.
@@ -20,13 +20,13 @@ from trainer.config import UserError
 
 FP8_FROM = (8, 9)
 """Lowest compute capability with FP8 products."""
-ROWS_AT_ONCE = 4096  # quantise a weight in parts: a whole copy in 32 bits would be four times the result
+ROWS_AT_ONCE = 4096  # quantize a weight in parts: a whole copy in 32 bits would be four times the result
 
 
 class FrozenLinear8bit(nn.Linear):
     """A frozen linear layer (an nn.Linear to PEFT) with a weight of 8-bit values [O,I] and one scale per `block`.
 
-    With `exact`, products are computed in 16 bits from dequantised weights.
+    With `exact`, products are computed in 16 bits from dequantized weights.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FrozenLinear8bit(nn.Linear):
 
     @classmethod
     def quantized(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
-        """Quantise `linear` with one scale per row, and free its weight."""
+        """Quantize `linear` with one scale per row, and free its weight."""
         assert isinstance(linear, nn.Linear)
         parts = linear.weight.data.to(compute_dtype).split(ROWS_AT_ONCE)
         values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
@@ -76,11 +76,11 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """The weight for operators that dequantise it."""
+        """The weight for operators that dequantize it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantised weight [O,I]."""
+        """Return the dequantized weight [O,I]."""
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from trainer.model.older_names import keep_target_names
 class ParamWrapper(lora.ParamWrapper):
     """PEFT's adapter of one expert tensor; of several nested ones, only the outermost runs the experts.
 
-    The class keeps PEFT's name, by which PEFT recognises it.
+    The class keeps PEFT's name, by which PEFT recognizes it.
     """
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:

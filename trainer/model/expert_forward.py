@@ -47,7 +47,7 @@ def adapted_forward(
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = run_in_torch, (hidden, index, weights)
     if any(packed_experts_layout(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
-        # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
+        # Do not keep dequantized or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
         return result
     return compute(experts, adapters, *tensors)
@@ -223,7 +223,7 @@ def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
 
 
 def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
-    if packed_experts_layout(weight_EIO) is not None:  # dequantised one by one
+    if packed_experts_layout(weight_EIO) is not None:  # dequantized one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
         y_ETO = torch.bmm(x_ETI, weight_EIO)

@@ -81,7 +81,7 @@ def experts_per_token(config: Any) -> int:
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the router weights by name: matrices next to the experts with one row per expert.
 
-    Routers that are small networks are recognised by the name `router`.
+    Routers that are small networks are recognized by the name `router`.
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():

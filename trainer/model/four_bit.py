@@ -2,7 +2,7 @@
 
 The autograd Function of bitsandbytes keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight
 of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved; its data is
-freed with the partition and gathered again before it is read. The dequantised weight is never saved.
+freed with the partition and gathered again before it is read. The dequantized weight is never saved.
 """
 
 from functools import partial
@@ -25,10 +25,10 @@ READ_DIRECTLY = ("dt_proj",)
 
 @replaces("`dequantize_4bit` on a CPU")
 def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise a packed 4-bit weight to [O,I] in `dtype`.
+    """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
     On a CPU bitsandbytes 0.50.2 uses the wrong scales if a row is not a whole number of blocks (10 to 16 % error for
-    rows of 64 in blocks of 128), so such weights are dequantised with the code book here.
+    rows of 64 in blocks of 128), so such weights are dequantized with the code book here.
     """
     rows_hold_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or rows_hold_whole_blocks:
@@ -65,7 +65,7 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
 
 @replaces("`Linear4bit.forward` and `Params4bit.to`")
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
-    """Quantise `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
+    """Quantize `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
 
     The storage type is uint8: the 16-bit engine would convert a float type, and destroy the bits.
     """

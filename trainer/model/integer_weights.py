@@ -4,7 +4,7 @@ int8   one scale per row of a weight
 int4   one scale per group of 128, 64 or 32 weights of a row: the largest group that divides every weight of the model
 
 Only weights are rounded, symmetrically to values from -128 to 127 (-8 to 7), with the smallest scale that clips none:
-the larger of max(w) / 127 and -min(w) / 128. The fake quantisers of torchao divide the largest magnitude by 127.5,
+the larger of max(w) / 127 and -min(w) / 128. The fake quantizers of torchao divide the largest magnitude by 127.5,
 which puts it halfway between two values in half of the groups, where rounding depends on the last bit of a sum.
 The scale is first rounded to the model's dtype, in which it is stored and in which servers multiply.
 """
@@ -45,8 +45,8 @@ class IntegerForm:
     def __str__(self) -> str:
         return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
 
-    def quantise(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
+    def quantize(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
         from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
         block = (1, self.group or weight_OI.shape[1])

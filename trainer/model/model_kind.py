@@ -50,7 +50,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
             "such as Llama, Qwen or Mistral"
         )
     if model_config.get_text_config() is not model_config or quantization_method(model_config):
-        what = "has parts besides text" if model_config.get_text_config() is not model_config else "is quantised"
+        what = "has parts besides text" if model_config.get_text_config() is not model_config else "is quantized"
         raise UserError(f"{setting}: {what}, and reward models need a text model in 16 or 32 bits; use such a model")
     model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
 
@@ -81,7 +81,7 @@ def auto_class(model_config: Any) -> Any:
 
 
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
-    """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
+    """Raise UserError if the model is already quantized, or not a causal language model according to config.json.
 
     With `may_score` it may have a score head. Weights in 4 bits or FP8 can be the base of an adapter, but cannot be
     trained themselves (`all_trained`).
@@ -108,7 +108,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
         )
     if method and method != MXFP4 and kept is None:
         raise UserError(
-            f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); use the "
+            f"{setting}: is already quantized ({_describe_quantization(model_config, method)}); use the "
             "full-precision model that it was made from, with adapter: qlora for a base in 4 bits, or in 8 with "
             "quantization.quant_type: fp8 or int8"
         )
@@ -154,7 +154,7 @@ def is_mxfp4(model_config: Any) -> bool:
 
 
 def quantization_method(model_config: Any) -> str | None:
-    """Return how the stored weights are quantised (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
+    """Return how the stored weights are quantized (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
     settings = quantization_settings(model_config)
     if settings is None:
         return None

@@ -211,7 +211,7 @@ def _why_not_from_hub(name: str, error: Exception) -> str:
         return f"HF_HUB_OFFLINE is set; {elsewhere}"
     causes = _causes(error)
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return f"gated; accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+        return f"gated; accept its license at https://huggingface.co/{name}, then run `hf auth login`"
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
         return "the hub has no such revision of it; check model.revision"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):

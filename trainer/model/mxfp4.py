@@ -1,4 +1,4 @@
-"""Checkpoints with experts in MXFP4 (gpt-oss): checking, dequantising and quantising them.
+"""Checkpoints with experts in MXFP4 (gpt-oss): checking, dequantizing and quantizing them.
 
 MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 values of 4 bits with one exponent of 8 bits. A tensor X of a model,
 [experts, in, out], is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
@@ -35,7 +35,7 @@ def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; exact for dequantised MXFP4.
+    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; exact for dequantized MXFP4.
 
     The exponent is that of the block's largest value minus that of FP4's largest (section 6.3 of the specification),
     plus one if the largest value would be clipped by more than half a step. Rounds to nearest, ties to the even code.

@@ -5,14 +5,14 @@ Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVF
 Codes and scales of all experts are in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload,
 per-layer all-gather) moves a whole tensor at once. The sections, each with one expert after the other:
 
-    codes     half a byte or a byte per value; each expert's matrix is quantised separately
-    scales    NF4: 32 bits per block, or 8 bits with double quantisation; MXFP4: an exponent per 32 values;
+    codes     half a byte or a byte per value; each expert's matrix is quantized separately
+    scales    NF4: 32 bits per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
               8 bits: 32 bits per row, or per block of rows and columns
-    nested    double quantisation: scales of groups of 256 scales, and the mean subtracted from them, 32 bits
+    nested    double quantization: scales of groups of 256 scales, and the mean subtracted from them, 32 bits
     books     the 16 values of codes and the 256 of scales, 32 bits
 
-Experts without an adapter are computed by the model's own code on dequantised weights. None are kept for the backward
-pass, which dequantises them again and recomputes the experts, so only the layer being computed has 16-bit weights.
+Experts without an adapter are computed by the model's own code on dequantized weights. None are kept for the backward
+pass, which dequantizes them again and recomputes the experts, so only the layer being computed has 16-bit weights.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class ExpertsLayout:
     rows: int
     cols: int
     dtype: torch.dtype
-    """Type of the dequantised values."""
+    """Type of the dequantized values."""
     transposed: bool = False
     """Whether the model's own tensor is [experts, cols, rows]."""
     block: int = mxfp4.BLOCK
@@ -161,7 +161,7 @@ class PackedExperts(nn.Parameter):
         sections["scales"][index] = scales
 
     def dequantized(self) -> Tensor:
-        """Dequantise to the model's own tensor."""
+        """Dequantize to the model's own tensor."""
         layout = self.packing
         if layout.groups is not None:
             whole = layout.groups.dequantized(self.data, layout.dtype)
@@ -182,7 +182,7 @@ class PackedExperts(nn.Parameter):
         return out
 
     def expert(self, index: int) -> Tensor:
-        """Return one expert's dequantised matrix [rows, cols]."""
+        """Return one expert's dequantized matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
         if layout.groups is not None:
             own = [section[index] for section in sections.values()]
@@ -196,7 +196,7 @@ class PackedExperts(nn.Parameter):
 
 
 def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """Dequantise one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
+    """Dequantize one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
     own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
     scales = _dequantize_scales(sections | own, layout).view(-1)
     count = layout.rows * layout.cols
@@ -215,7 +215,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantise as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -241,7 +241,7 @@ def experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantised for each product."""
+    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantized for each product."""
 
     def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
         """Take over the bias of `linear`; products are computed in the type of the layout of `weight`."""
@@ -252,7 +252,7 @@ class FrozenLinearGrouped(nn.Linear):
         self.weight, self.bias = weight, linear.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight [O,I]."""
+        """Return the dequantized weight [O,I]."""
         return self.layout.dequantized(self.weight.data, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,9 +261,9 @@ class FrozenLinearGrouped(nn.Linear):
         return ops.grouped_linear(x.to(self.compute_dtype), self.weight, self.layout, self.bias).to(x.dtype)
 
 
-@replaces("the forward of quantised experts")
+@replaces("the forward of quantized experts")
 def compute_dequantized(module: nn.Module) -> None:
-    """Replace the forward of a module with packed experts by one on dequantised weights."""
+    """Replace the forward of a module with packed experts by one on dequantized weights."""
     module.forward = partial(forward_frozen, module, module.forward)
 
 

@@ -105,7 +105,7 @@ def byte_tokenizer() -> Any:
 class RandomTensors:
     """A replacement for the tensors of a checkpoint: each parameter of `model`, drawn at random when it is read.
 
-    Matrices are drawn from N(0, 0.02^2), as in the architectures' own initialisation; norm weights are one, biases
+    Matrices are drawn from N(0, 0.02^2), as in the architectures' own initialization; norm weights are one, biases
     zero. Each tensor (each expert's for experts) is seeded by its name, so the order of reading does not matter.
     """
 

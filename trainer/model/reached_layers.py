@@ -43,7 +43,7 @@ class Reached:
 
 @replaces("linear layers and experts of an empty copy of the model")
 def find_reached(model: Any) -> Reached:
-    """Return the result of a pass over a copy of the model (loaded, quantised or empty); empty if the pass fails."""
+    """Return the result of a pass over a copy of the model (loaded, quantized or empty); empty if the pass fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):

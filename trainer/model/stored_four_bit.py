@@ -107,7 +107,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     is_read = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
     faults = {
         "layers of several number types": len({str((each.get("num_bits"), each.get("type"))) for each in weights}) > 1,
-        "inputs are quantised too, as in W4A4": any(group.get("input_activations") for group in groups),
+        "inputs are quantized too, as in W4A4": any(group.get("input_activations") for group in groups),
         "its weights are sparse": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
         "its inputs are rotated (transform_config)": bool(settings.get("transform_config")),
         f"4-bit {kind}s by {strategy} of {group}": not is_read,
@@ -121,7 +121,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
 
 
 class FourBitFiles:
-    """The tensors of a checkpoint in 4 bits: `read` dequantises them, `fill` copies codes and scales."""
+    """The tensors of a checkpoint in 4 bits: `read` dequantizes them, `fill` copies codes and scales."""
 
     def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
         """Find the packed weights. Raises UserError, beginning with `setting`, if none or parts do not fit."""
@@ -163,7 +163,7 @@ class FourBitFiles:
         return dequantize_groups(list(own.values()), layout.floats, layout.group, torch.float32)
 
     def find_layout(self, stored: Stored, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
-        """Return how a parameter of `shape`, [.., I, O] if transposed, is packed; None if it must be dequantised."""
+        """Return how a parameter of `shape`, [.., I, O] if transposed, is packed; None if it must be dequantized."""
         names = [name for each in stored.names.values() for name in each]
         kinds = {type(each).__name__: each for each in stored.converter.operations} if stored.converter else {}
         *experts, rows, _ = (*shape[:-2], *reversed(shape[-2:])) if transposed else shape

@@ -104,7 +104,7 @@ def _pair(block: Any) -> Block | None:
 
 
 class Fp8Files:
-    """The tensors of a checkpoint in FP8: `read` dequantises them, `codes` and `scales` give what is stored."""
+    """The tensors of a checkpoint in FP8: `read` dequantizes them, `codes` and `scales` give what is stored."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
         """Wrap `files`, already checked by `plain_shapes`."""
@@ -126,7 +126,7 @@ class Fp8Files:
         return dequantize_blocks(codes, scales, block, torch.float32)
 
     def block(self, stored: Stored, dimensions: int) -> Block | None:
-        """Return the rows and columns per scale in the parameter built from `stored`; None if it must be dequantised.
+        """Return the rows and columns per scale in the parameter built from `stored`; None if it must be dequantized.
 
         If concatenated parts do not have whole blocks of rows, smaller blocks are used.
         """

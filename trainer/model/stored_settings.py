@@ -24,7 +24,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     lora, stored = config.lora, f"{config.base_model}, which is stored in {form.name}"
     kind, also = config.quantization.quant_type, "or quantization.quant_type: fp8, " * isinstance(form, Fp8Form)
     faults = {
-        f"quantization.quant_type={kind}: would quantise a second time {stored}; use adapter: lora, {also}or use the "
+        f"quantization.quant_type={kind}: would quantize a second time {stored}; use adapter: lora, {also}or use the "
         "16-bit model": config.adapter == "qlora" and not (also and kind == "fp8"),
         f"training.qat={config.training.qat}: rounds the merged 16-bit weights, unlike those of {stored}; use the "
         "16-bit model": bool(config.training.qat),

@@ -1,8 +1,8 @@
-"""Loading of weights module by module: quantised or kept as stored, and partitioned under ZeRO-3.
+"""Loading of weights module by module: quantized or kept as stored, and partitioned under ZeRO-3.
 
-transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and otherwise reads
+transformers skips `zero.Init` for quantized models (every rank would hold the whole 4-bit model) and otherwise reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors and broadcasts them, every rank
-quantises them (the same input gives the same bits), and DeepSpeed keeps this rank's shard before the next is read.
+quantizes them (the same input gives the same bits), and DeepSpeed keeps this rank's shard before the next is read.
 Peak memory of a rank: its shard of the model and one module in full precision.
 """
 
@@ -60,7 +60,7 @@ def load_streamed(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Build the model without memory, then fill, quantise and partition it one module at a time.
+    """Build the model without memory, then fill, quantize and partition it one module at a time.
 
     DeepSpeed partitions each module with `deepspeed_config`; with `shards` each layer is sharded once it is complete.
     4-bit and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
@@ -107,14 +107,14 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():
         if require(module, "_non_persistent_buffers_set", "torch"):
-            # `from_config` computes position tables in the 16-bit dtype of the weights; initialise them again.
+            # `from_config` computes position tables in the 16-bit dtype of the weights; initialize them again.
             require(part, "_init_weights", "transformers")(module)
     return model
 
 
 @dataclass
 class Filler:
-    """Fills an empty model one module at a time: one rank reads the weights, all quantise, partition or shard them.
+    """Fills an empty model one module at a time: one rank reads the weights, all quantize, partition or shard them.
 
     Models of transformers keep the dtype of each parameter; others get all weights in `dtype`.
     """
@@ -130,14 +130,14 @@ class Filler:
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
         self._head = output_layer(self.model)
-        # Of layers that stay unquantised in training of any precision.
+        # Of layers that stay unquantized in training of any precision.
         self._wide = find_fp32_names(self.model, torch.float16)
         kept = None if self.unpack else self.files.stored if isinstance(self.files, WithScore) else self.files
         self._fp8 = kept if isinstance(kept, Fp8Files) else None
         self._four_bit = kept if isinstance(kept, FourBitFiles) else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
         self._filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
-        self._quantised: dict[int, nn.Module] = {}
+        self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
         """Fill every module, and let DeepSpeed or `shards` partition it."""
@@ -185,8 +185,8 @@ class Filler:
             return FrozenLinearGrouped(module, module.weight)
         if self._to_quantize is None or not is_layer:
             return module
-        tied = self._quantised.get(weight)
-        self._quantised[weight] = made = _quantise(module, self._to_quantize, self.dtype, tied)
+        tied = self._quantized.get(weight)
+        self._quantized[weight] = made = _quantize(module, self._to_quantize, self.dtype, tied)
         return made
 
     def _layouts_to_pack(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
@@ -215,7 +215,7 @@ class Filler:
     def _find_groups(
         self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
     ) -> dict[str, ExpertsLayout]:
-        """Return the layouts of weights stored in 4-bit groups; empty to dequantise all of them."""
+        """Return the layouts of weights stored in 4-bit groups; empty to dequantize all of them."""
         assert self._four_bit is not None
         found: dict[str, ExpertsLayout] = {}
         for name, each in weights.items():
@@ -277,8 +277,8 @@ def _on_all_ranks(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
     return value
 
 
-def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Return the layer in 8 or 4 bits; if `tied` to a layer already quantised, it shares the weight of that."""
+def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
+    """Return the layer in 8 or 4 bits; if `tied` to a layer already quantized, it shares the weight of that."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
@@ -291,7 +291,7 @@ def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 def _common_cells(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Return the block per scale common to all tensors of these experts, None for rows; empty to dequantise them."""
+    """Return the block per scale common to all tensors of these experts, None for rows; empty to dequantize them."""
     found = {name: fp8.block(stored[name], 3) for name in experts}
     cells = [cell for cell in found.values() if cell is not None]
     if len(cells) < len(found) or not found:
@@ -313,7 +313,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
 
 
 def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """Pack experts one at a time: quantised, or MXFP4 or FP8 as stored."""
+    """Pack experts one at a time: quantized, or MXFP4 or FP8 as stored."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)

@@ -291,7 +291,7 @@ def _suggest(name: str, paths: set[str], what: str) -> str:
 
 
 def _summarize_names(paths: Any) -> str:
-    """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
+    """Summarize paths by their last name with a count: `k_proj (32), q_proj (32)`."""
     counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")

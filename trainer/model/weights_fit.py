@@ -1,6 +1,6 @@
 """Check that the stored weights fit the model in config.json: none missing, misshapen or left over.
 
-transformers initialises missing weights at random and only logs it. Here its own loading, with its renamings, fused
+transformers initializes missing weights at random and only logs it. Here its own loading, with its renamings, fused
 experts, tied weights and ignored names, runs on meta tensors before anything is loaded.
 """
 
@@ -26,7 +26,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
     """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantised in a way
+    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantized in a way
     not declared in config.json, or whole layers are unused.
     """
     form = kept_form(model_config)

@@ -61,6 +61,6 @@ def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
         inner = x.to(base.weight.dtype)
         p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
-        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantise, p).to(x.dtype)
+        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
 
     return forward

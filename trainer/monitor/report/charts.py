@@ -1,7 +1,7 @@
 """The charts of a run, and their rendering as SVG for the page.
 
 Lines are drawn in a square of 1000 x 1000 that is stretched to the chart while stroke widths are not; labels are HTML
-text next to it. Colours are CSS variables of the page, so that charts follow its light or dark mode.
+text next to it. Colors are CSS variables of the page, so that charts follow its light or dark mode.
 """
 
 import math
@@ -32,11 +32,11 @@ CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tr
 
 @dataclass(frozen=True)
 class Curve:
-    """A series and its style: `kind` is line, pale, dashed or dots, `colour` a CSS class; no label, no legend entry."""
+    """A series and its style: `kind` is line, pale, dashed or dots, `color` a CSS class; no label, no legend entry."""
 
     line: Series
     kind: str
-    colour: str
+    color: str
     label: str = ""
 
 
@@ -81,24 +81,24 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 def _curves(records: list[Record], row: dict[str, Any], words: dict[str, str]) -> tuple[Curve, ...]:
     name, label = row["of"].format(**words), row.get("label", "").format(**words)
-    colour, kind = row.get("colour", "blue"), row.get("as", "line")
+    color, kind = row.get("color", "blue"), row.get("as", "line")
     line = series(records, name)
     if name == "eval/kept_loss":
         line = Series(series(records, "eval/kept_step").values[-1:], line.values[-1:])
     elif name.startswith("eval/"):
         line = line.finite()
     line = Series(line.steps, row.get("times", 1) * line.values)
-    return _mean_curves(line, colour, label) if kind == "mean" else (Curve(line, kind, colour, label),)
+    return _mean_curves(line, color, label) if kind == "mean" else (Curve(line, kind, color, label),)
 
 
-def _mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
+def _mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
     """Return pale curves of the raw values and their running mean, or only the values if they are few."""
     window = choose_window(len(line))
     if window is None:
-        return (Curve(line, "line", colour, label),)
+        return (Curve(line, "line", color, label),)
     mean = Series(line.steps, running_mean(line.values, window))
-    raw = Curve(line, "pale", colour, f"{label}, each record")
-    return raw, Curve(mean, "line", colour, f"mean of {window}")
+    raw = Curve(line, "pale", color, f"{label}, each record")
+    return raw, Curve(mean, "line", color, f"mean of {window}")
 
 
 def draw(chart: Chart) -> str:

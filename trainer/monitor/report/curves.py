@@ -32,7 +32,7 @@ class BatchUnit:
 
 TOKENS = BatchUnit("tokens", "sequences", "nats per token", 0)
 PAIRS = BatchUnit("tokens", "pairs", "nats per pair", 0)
-LABELLED = BatchUnit("tokens", "answers", "per answer", 0)
+LABELED = BatchUnit("tokens", "answers", "per answer", 0)
 IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 
@@ -84,9 +84,9 @@ class HeldOut:
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
-    """Return the unit of a run's batches: tokens, also of pairs or labelled answers, or images."""
+    """Return the unit of a run's batches: tokens, also of pairs or labeled answers, or images."""
     if any("train/rewards/chosen" in record or "train/rewards/rejected" in record for record in records):
-        return LABELLED if any("train/kl" in record for record in records) else PAIRS
+        return LABELED if any("train/kl" in record for record in records) else PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 

@@ -19,7 +19,7 @@ from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_
 
 PAGE = "runs.html"
 MAX_RUNS = 8
-"""Number of distinguishable colours."""
+"""Number of distinguishable colors."""
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
@@ -89,13 +89,13 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
-    """Return the charts of all runs over each other: a colour for each run, and means instead of all values."""
+    """Return the charts of all runs over each other: a color for each run, and means instead of all values."""
     found: dict[str, Chart] = {}
     for at, run in enumerate(runs):
         for chart in charts(run.records):
             shown = [curve for curve in chart.curves if curve.kind != "pale"]
             named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
-            curves = [replace(curve, colour=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]
+            curves = [replace(curve, color=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]
             before = found.get(chart.title, replace(chart, curves=()))
             unit = chart.unit if chart.unit == before.unit else "in each run's unit"
             found[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
