@@ -255,7 +255,7 @@ class Run:
         self.folder.metrics.close()
         self.folder.check()
         self.folder.write_times()
-        with self.folder.tolerating_full_disk("the measured memory"):
+        with self.folder.tolerate_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in self._count_skipped().items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import make_pipeline
 from tests.tiny import make_model
 from trainer.checkpoint.base_fingerprint import EVERY, find_changed_part, fingerprint_base, is_same_base
-from trainer.checkpoint.identity import Identity, differences
+from trainer.checkpoint.identity import Identity, find_differences
 from trainer.config import ModelSection
 
 PLAIN = ModelSection()
@@ -101,7 +101,7 @@ def test_frozen_parts_of_an_image_model_are_compared(tmp_path: Path) -> None:
         changed = fingerprint_base(str(copy), PLAIN)
         assert is_same_base(first, changed) is False and find_changed_part(first, changed) == part
         then, now = Identity(base=first, base_model="old"), Identity(base=changed, base_model="new")
-        [difference] = differences(then, now, "run")
+        [difference] = find_differences(then, now, "run")
         assert difference.problem == f"base_model=new: its {part} differs from old, on which run was trained"
     shutil.rmtree(tmp_path / "vae" / "vae")
     assert is_same_base(first, fingerprint_base(str(tmp_path / "vae"), PLAIN)), "not downloaded yet"

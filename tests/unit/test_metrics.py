@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.rank_arguments import command_typed, encode_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
-from trainer.monitor.report.write import end_summary
+from trainer.monitor.report.write import format_end_summary
 
 STEP = {
     "train/loss": 2.3456,
@@ -289,9 +289,9 @@ def test_the_end_names_the_next_commands(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     dataset = {"path": "a.jsonl", "val_split": 0.1}
     config = RunConfig.model_validate({"base_model": "m", "output_dir": str(folder), "dataset": dataset})
-    lines = end_summary(folder, config.model_dump(mode="json"), folder / "report.html", 2.0, 1.0)
+    lines = format_end_summary(folder, config.model_dump(mode="json"), folder / "report.html", 2.0, 1.0)
     for command in ("eval", "generate", "merge"):
         assert sum(f"zerolora {command} '{folder}'" in line for line in lines) == 1
     assert lines[0].startswith("held-out loss") and f"tensorboard --logdir '{folder}/tensorboard'" in lines[-1]
-    lines = end_summary(folder, config.model_dump(mode="json"), None, None, None)
+    lines = format_end_summary(folder, config.model_dump(mode="json"), None, None, None)
     assert not any("report.html" in line for line in lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_free, check_place, find_obstacle
+from trainer.checkpoint.output_folder import check_free, check_output_folder, find_obstacle
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
@@ -50,7 +50,7 @@ def config(output_dir: str = "out", **changes: object) -> RunConfig:
 
 def refusal(settings: RunConfig) -> str:
     with pytest.raises(UserError) as refused:
-        check_place(settings)
+        check_output_folder(settings)
         check_free(settings)
     assert refused.value.exit_code == 2
     return str(refused.value)
@@ -86,7 +86,7 @@ write_run_record(Path("out"), {settings.model_dump_json()!r}, 1, "cpu", "fp32")
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert "OSError" in done.stderr and contents(folder) == {}
-    check_place(settings)
+    check_output_folder(settings)
     check_free(settings)
     a_run(folder, "adapter_model.safetensors")
     assert holds_run(folder)
@@ -153,7 +153,7 @@ def test_what_else_a_run_reads_is_safe_from_it(place: Path) -> None:
         ("second", "dataset.mix.1.path"),
     ):
         assert setting in refusal(config(folder, **reads))
-    check_place(config("runs/x", **reads))
+    check_output_folder(config("runs/x", **reads))
 
 
 def test_a_read_only_disk_and_a_full_one(place: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_folder_that_nobody_may_write_into() -> None:
 def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -> None:
     for name in left:
         (place / "out" / name).mkdir(parents=True)
-    check_place(config())
+    check_output_folder(config())
     check_free(config())
 
 
@@ -207,14 +207,14 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         {"output": {"overwrite": "delete"}},
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
-        check_place(config(**changes))
+        check_output_folder(config(**changes))
         assert find_obstacle(config(**changes)) is None
 
 
 def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5").mkdir(parents=True)
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
-    check_place(config(training={"resume_from_checkpoint": "latest"}))
+    check_output_folder(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
     assert "something else (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
 

@@ -26,7 +26,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import FrozenLinearGrouped, PackedExperts
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.unit import find_slots
@@ -155,9 +155,9 @@ def test_layers_that_config_json_leaves_out_are_known_by_each_rule() -> None:
     awq = FourBitForm("AWQ", 128, True, ("visual", "mlp.gate."))
     assert awq.holds(query) and not awq.holds("visual.blocks.0.attn.qkv") and not awq.holds("lm_head")
     rules = {"-:.*\\.mlp\\.gate$": {}, "+:.*down.*": {"group_size": 64}}
-    gptq = four_bit_form(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
+    gptq = parse_four_bit_form(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
     assert isinstance(gptq, FourBitForm) and gptq.holds(query) and not gptq.holds(gate) and gptq.holds(f"{gate}_proj")
-    compressed = four_bit_form(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
+    compressed = parse_four_bit_form(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
     assert isinstance(compressed, FourBitForm) and compressed.holds(query) and not compressed.holds(gate)
 
 
@@ -359,7 +359,7 @@ def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("form", FORMS)
 def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: str, tmp_path: Path) -> None:
-    found = four_bit_form(load_model_config(str(root / form), ModelSection()))
+    found = parse_four_bit_form(load_model_config(str(root / form), ModelSection()))
     assert isinstance(found, FourBitForm)
     files = FourBitFiles(SafetensorsFiles(str(root / form), ModelSection()), found, "base_model")
     name = f"{QUERY}.weight"
@@ -376,7 +376,7 @@ def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: s
         for code in range(16):
             packed = torch.full((layout.rows, layout.cols // 2), code | code << 4, dtype=torch.uint8)
             other = files._dequantize(
-                layout, {part: files._part(part, name) for part in layout.sections()} | {"codes": packed}
+                layout, {part: files._read_part(part, name) for part in layout.sections()} | {"codes": packed}
             )
             assert ((written - wanted).abs() <= (other - wanted).abs() + 1e-6).all()
 

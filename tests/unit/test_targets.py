@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, list_rank_warnings
 from trainer.model.base import empty_model
-from trainer.model.targets import check_targets, excluded_modules, unadapted_layers
+from trainer.model.targets import build_exclusion_pattern, check_targets, describe_unadapted_layers
 
 LLAMA = {"num_hidden_layers": 2}
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -81,10 +81,10 @@ def test_a_rank_beyond_the_layers_is_reported_and_beyond_all_of_them_refused(tmp
     with pytest.raises(UserError, match=r"lora.r=65: no adapted layer .* wider than 64, .* use 64 or less"):
         check_targets(model, LoraSection(r=65))
     check_targets(model, LoraSection(r=64))
-    assert rank_lines(LoraSection(r=8)) == []
+    assert list_rank_warnings(LoraSection(r=8)) == []
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     said = f"adapter: r=4, as in {tmp_path}; lora.r=8 is for new adapters"
-    assert rank_lines(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
+    assert list_rank_warnings(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 
 
 def test_an_excluded_name_is_not_a_part_of_one() -> None:
@@ -110,7 +110,7 @@ def test_plain_peft_leaves_out_the_same_when_it_loads(tmp_path: Path) -> None:
 
 def lines(model: Any, **lora: Any) -> list[str]:
     section = LoraSection(**lora)
-    return unadapted_layers(apply_adapter(model, section, torch.float32), section)
+    return describe_unadapted_layers(apply_adapter(model, section, torch.float32), section)
 
 
 HEAD = "without adapter: lm_head (1): the output head"
@@ -218,7 +218,7 @@ def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -
 
 def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
     model_type, settings = MODELS["mixtral"]
-    assert excluded_modules(model_of(model_type, **settings), LoraSection()) is None
+    assert build_exclusion_pattern(model_of(model_type, **settings), LoraSection()) is None
     text = {
         "num_hidden_layers": 2,
         "num_local_experts": 4,
@@ -226,5 +226,5 @@ def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
         "interleave_moe_layer_step": 1,
     }
     model = model_of("llama4_text", **text)
-    assert excluded_modules(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
+    assert build_exclusion_pattern(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
     assert "without adapter: router (2): compute more than a product, such as a choice of experts" in lines(model)

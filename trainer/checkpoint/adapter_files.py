@@ -16,7 +16,7 @@ from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
-from trainer.model.older_names import names_in_file
+from trainer.model.older_names import map_saved_names
 from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
 WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", FILE, "run.json"
@@ -100,7 +100,7 @@ class AdapterForm:
             model.save_pretrained(folder, state_dict=numbers, selected_adapters=[adapter])
             folder = folder if adapter == DEFAULT else str(Path(folder) / adapter)
             saved = load_file(Path(folder) / WEIGHTS)
-            in_file = names_in_file(model, saved)
+            in_file = map_saved_names(model, saved)
             names = {in_file[name]: trained[int(number)] for name, number in saved.items()}
             settings = (Path(folder) / SETTINGS).read_text(encoding="utf-8")
         return cls(names, settings, {name: factors[name] for name in trained if name in factors})

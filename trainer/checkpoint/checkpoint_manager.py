@@ -21,7 +21,7 @@ from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_out
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.identity import describe_finished, plan_resumption, run_identity
+from trainer.checkpoint.identity import build_identity, describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig, UserError
@@ -111,7 +111,7 @@ class CheckpointManager:
     def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
-            found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+            found = build_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
             self._identity = found.model_dump()
         return self._identity
 

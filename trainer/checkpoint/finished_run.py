@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.checkpoint.identity import ALLOW, check_loaded
+from trainer.checkpoint.identity import ALLOW, check_unchanged
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
@@ -84,7 +84,7 @@ def find_run(
     if needs_base and is_path and not Path(config.base_model).expanduser().exists():
         raise UserError(f"base_model={config.base_model}: is missing; pass its new location with --base-model")
     try:
-        check_loaded(config, folder, needs_base=needs_base)
+        check_unchanged(config, folder, needs_base=needs_base)
     except UserError as error:
         if not allow_mismatch:
             raise

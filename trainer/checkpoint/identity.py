@@ -57,7 +57,7 @@ class Difference:
     """Whether no setting allows this change when a checkpoint is resumed."""
 
 
-def run_identity(
+def build_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
     """Return the identity of a run that is about to train, or, without `prepared`, of a finished one."""
@@ -91,7 +91,7 @@ def recorded_identity(folder: Path) -> Identity | None:
     return found
 
 
-def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
+def find_differences(then: Identity, now: Identity, name: str) -> list[Difference]:
     """Return how `now` differs from what `name` was trained with; unknown values count as equal."""
     found = []
     for setting in (setting for setting in now.settings if setting in then.settings):
@@ -127,7 +127,7 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
     return found
 
 
-def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
+def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
     """Raise UserError if anything changed since the adapter in `folder` was trained, or its record is missing.
 
     A base that is neither needed nor on this machine is not compared.
@@ -163,7 +163,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
-def check_start(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
+def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
     """Compare base and tokenizer (`origin`) with those of the adapter at lora.adapter_path; return warnings.
 
     Raises UserError if they differ, or the adapter was changed after training, unless lora.allow_mismatch.
@@ -177,7 +177,7 @@ def check_start(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
         if not named or Path(named).name.lower() == Path(config.base_model).name.lower():
             return []
         return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
-    now = run_identity(_without_adapter_path(config), None, None, None)
+    now = build_identity(_without_adapter_path(config), None, None, None)
     # Without the chat template: text and conversations may be trained one after the other.
     now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
     problems = _list_problems(then, now, folder, ("model.added_tokens",))
@@ -193,7 +193,7 @@ def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[
     """Return a line for each difference in base, data and `settings` that needs permission."""
     kept = {key: value for key, value in now.settings.items() if key.startswith(settings)}
     base = then.base if is_same_base(then.base, now.base) is None else now.base
-    found = differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
+    found = find_differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
     return [each.problem for each in found if each.group or each.fixed]
 
 
@@ -281,12 +281,12 @@ def plan_resumption(
     warnings = () if choice.warning is None else (choice.warning,)
     checkpoint = choice.checkpoint
     if checkpoint is None:
-        return Resumption(None, (*warnings, *check_start(config, prepared.data.origin)))
+        return Resumption(None, (*warnings, *check_initial_adapter(config, prepared.data.origin)))
     state, then = read_state(checkpoint), recorded_identity(checkpoint)
     notes = []
     if then is not None:
-        now = run_identity(config, prepared, world_size, precision)
-        refused, note = compare(then, now, checkpoint, training.resume_changes)
+        now = build_identity(config, prepared, world_size, precision)
+        refused, note = compare_identities(then, now, checkpoint, training.resume_changes)
         if refused:
             raise UserErrors(refused)
         notes += [note] if note else []
@@ -305,10 +305,12 @@ def describe_finished(step: int, total_steps: int) -> str:
     )
 
 
-def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:
+def compare_identities(
+    then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]
+) -> tuple[list[str], str | None]:
     """Return a line for each refused difference, and one line for all others (None if there are none)."""
     refused, changed = [], []
-    for found in differences(then, now, checkpoint.name):
+    for found in find_differences(then, now, checkpoint.name):
         if found.fixed:
             weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
             refused.append(

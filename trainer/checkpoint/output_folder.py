@@ -32,7 +32,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
 
     With `to_train=False` the output folder may already contain a run, or no checkpoint to resume.
     """
-    check_place(config)
+    check_output_folder(config)
     for run in config.runs:
         check_early(run, to_train=to_train)
     if config.runs:
@@ -61,7 +61,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
             local_path(source, label)
 
 
-def check_place(config: RunConfig) -> None:
+def check_output_folder(config: RunConfig) -> None:
     """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
     folder = Path(config.output_dir)
     fetch_run(folder)

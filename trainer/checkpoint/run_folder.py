@@ -32,7 +32,7 @@ from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
-from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
+from trainer.monitor.report.write import ANSWERS, format_end_summary, record_answer, write_report
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
@@ -139,11 +139,11 @@ class RunFolder:
     def _keep(self, what: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
             self.check()
-            with self.tolerating_full_disk(what):
+            with self.tolerate_full_disk(what):
                 write()
 
     @contextmanager
-    def tolerating_full_disk(self, what: str) -> Iterator[None]:
+    def tolerate_full_disk(self, what: str) -> Iterator[None]:
         """Warn and continue if the disk is full; for files the result does not need."""
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
@@ -188,13 +188,13 @@ class RunFolder:
 
     def write_times(self) -> None:
         """Write seconds by phase, added to those of the earlier starts of this run."""
-        with self.tolerating_full_disk(TIMES):
+        with self.tolerate_full_disk(TIMES):
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
         """Write the report and print the summary, with the held-out loss before and after training."""
         page = None
-        with self.tolerating_full_disk("report.html"):
+        with self.tolerate_full_disk("report.html"):
             try:
                 page = write_report(self.path)
             except OSError:
@@ -203,7 +203,7 @@ class RunFolder:
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
                 self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
-        for line in end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
+        for line in format_end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
             self._say(line)
 
     def print_how_to_resume(self, step: int) -> None:

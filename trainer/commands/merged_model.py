@@ -30,10 +30,10 @@ from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights, scale_adapter
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
 from trainer.model.stored_fp8 import Fp8Form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
@@ -141,7 +141,7 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
     """
     config = load_model_config(run.config.base_model, run.config.model)
-    kept = kept_form(config)
+    kept = find_stored_form(config)
     if dtype == "stored" and not isinstance(kept, FourBitForm):
         raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
     if isinstance(kept, Fp8Form) and dtype == "auto":
@@ -223,7 +223,7 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     stored_config = load_model_config(config.base_model, config.model)
-    form = four_bit_form(stored_config)
+    form = parse_four_bit_form(stored_config)
     assert isinstance(form, FourBitForm)
     files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
     values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))

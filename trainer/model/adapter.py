@@ -12,11 +12,17 @@ from torch import nn
 from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
-from trainer.model.expert_targets import is_named
+from trainer.model.expert_targets import matches_path
 from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import find_reached
-from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
-from trainer.model.targets import Targets, excluded_modules, find_projectors, layers_to_adapt, resolve_targets
+from trainer.model.saved_adapter import check_reloadable, last_components, load_adapter, set_saved_targets
+from trainer.model.targets import (
+    Targets,
+    build_exclusion_pattern,
+    find_layers_to_adapt,
+    find_projectors,
+    resolve_targets,
+)
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
@@ -40,7 +46,7 @@ class AdaptedLayers:
     parameters: int
 
 
-def lora_config(
+def build_lora_config(
     lora: LoraSection,
     *,
     excluded: str | None = None,
@@ -51,9 +57,9 @@ def lora_config(
 ) -> Any:
     """Build the peft.LoraConfig for the section `lora`.
 
-    `excluded` is the pattern from `trainer.model.targets.excluded_modules`; `targets`, if given, lists the adapted
-    paths, and `projectors` those trained in full. PEFT refuses dropout if any target is a parameter, so dropout is then
-    set separately (`set_dropout`).
+    `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
+    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; `set_dropout` sets it
+    afterwards.
     """
     from peft import LoraConfig
 
@@ -62,7 +68,9 @@ def lora_config(
     modules = "all-linear" if all_linear else list(lora.target_modules)
     ranks = dict(lora.rank_pattern)
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
-        ranks |= {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
+        ranks |= {
+            re.escape(name): targets.expert_rank for name in sorted({last_components(path) for path in targets.experts})
+        }
     return LoraConfig(
         task_type=task_type,
         r=lora.r,
@@ -111,9 +119,9 @@ def apply_adapter(
         misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
-        token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
-        targets, excluded = resolve_targets(model, lora), excluded_modules(model, lora)
-        peft_config = lora_config(
+        token_ids = {path: added_token_ids for path in find_token_layers(model, lora)} if added_token_ids else None
+        targets, excluded = resolve_targets(model, lora), build_exclusion_pattern(model, lora)
+        peft_config = build_lora_config(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type,
             projectors=find_projectors(model) if lora.image_parts == "projector" else (),
         )  # fmt: skip
@@ -139,8 +147,8 @@ def apply_adapters(
 ) -> Any:
     """Add several new adapters (section, seed), each with the values that it has alone; `find_choice` names them."""
     # Paths before any layer is wrapped.
-    targets = [Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
-    excluded = [excluded_modules(model, lora) for lora, _ in adapters]
+    targets = [Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
+    excluded = [build_exclusion_pattern(model, lora) for lora, _ in adapters]
     (first, seed), *others = adapters
     set_seed(seed)
     adapted = apply_adapter(model, first, dtype, task_type=task_type)
@@ -148,7 +156,7 @@ def apply_adapters(
     for number, (lora, seed) in enumerate(others, start=1):
         names.append(f"adapter_{number}")
         set_seed(seed)
-        config = lora_config(lora, targets=targets[number], task_type=task_type)
+        config = build_lora_config(lora, targets=targets[number], task_type=task_type)
         adapted.add_adapter(names[-1], config, autocast_adapter_dtype=False)
         set_saved_targets(adapted, targets[number], excluded[number], names[-1])
         check_reloadable(adapted, names[-1])
@@ -171,7 +179,7 @@ def _start_from_quantization_error(adapted: Any, base_model: str) -> None:
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
-def token_layers(model: Any, lora: LoraSection) -> list[str]:
+def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
     """Return the paths of the layers in which rows for new tokens are trained: the embedding, and an untied head.
 
     Layers with an adapter or trained in full are omitted. Raises UserError if PEFT cannot train the rows.
@@ -180,7 +188,7 @@ def token_layers(model: Any, lora: LoraSection) -> list[str]:
     tied = head is not None and head.weight is embedding.weight
     paths = {path: layer for path, layer in model.named_modules() if layer is embedding or layer is head}
     in_full = {path for path in paths if path.endswith(lora.modules_to_save)}  # as PEFT matches them
-    trained = in_full | {path for path in paths if any(is_named(name, path) for name in lora.target_modules)}
+    trained = in_full | {path for path in paths if any(matches_path(name, path) for name in lora.target_modules)}
     left = [path for path in paths if path not in trained]
     names, kind = ", ".join(path.rpartition(".")[2] for path in paths), type(model).__name__
     if tied and in_full and any(paths[path] is embedding for path in left):
@@ -196,7 +204,7 @@ def token_layers(model: Any, lora: LoraSection) -> list[str]:
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
     """Raise UserError if rows for new tokens cannot be trained; the model may be without weights."""
-    layers = token_layers(model, lora) if tokens else []
+    layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
     known = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
@@ -209,7 +217,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
             )
 
 
-def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
+def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
     """Return a warning if the initial adapter adds biases to layers that have none: they cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
@@ -257,7 +265,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     return sorted(layers, key=lambda layer: -layer.parameters)
 
 
-def rank_lines(lora: LoraSection) -> list[str]:
+def list_rank_warnings(lora: LoraSection) -> list[str]:
     """Return a warning if the adapter at `lora.adapter_path` has another rank."""
     path = Path(lora.adapter_path or "")
     if not lora.adapter_path or not path.is_dir() or (own := int(read_adapter_settings(path)["r"])) == lora.r:

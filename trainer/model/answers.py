@@ -43,7 +43,7 @@ def generate_texts(
         attention_mask=padded["attention_mask"],
         max_new_tokens=max_new_tokens if longest is None else max(1, min(max_new_tokens, longest - length)),
         use_cache=True,
-        eos_token_id=stop_tokens(model, tokenizer),
+        eos_token_id=find_stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         **options,
     )
@@ -56,7 +56,7 @@ def needs_synced_passes(engine: Engine) -> bool:
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
-def prompt_ids(
+def encode_prompt(
     tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None, images: PromptImages | None = None
 ) -> torch.Tensor:
     """Return the token ids [1, T] of a prompt, formatted as in training up to where the answer starts.
@@ -79,7 +79,7 @@ def prompt_ids(
     return torch.tensor([ids if first is None or ids[0] == first else [first, *ids]])
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the model's, the tokenizer's and the chat template's end of turn.
 
     An adapter trained on conversations does not end its turns with the base model's end-of-text token.

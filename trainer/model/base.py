@@ -14,22 +14,22 @@ from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
     SCORE,
     auto_class,
-    caps_scores,
     check_kind,
     has_score,
+    has_soft_cap,
     is_mxfp4,
     set_score_head,
 )
 from trainer.model.model_source import (
+    build_load_error,
+    build_missing_tokenizer_error,
     check_config_file,
     check_settings,
     check_source,
-    no_tokenizer_error,
-    unreadable_error,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
-from trainer.model.stored_settings import kept_form
+from trainer.model.random_weights import build_byte_tokenizer, build_random_config, draw_score
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -46,7 +46,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     if is_random(base_model):
-        return _give_head(base_model, section, random_config(base_model))
+        return _give_head(base_model, section, build_random_config(base_model))
     check_source("base_model", base_model)
     check_config_file(base_model)
     disable_retries_without_network(base_model)
@@ -55,7 +55,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
-        raise unreadable_error("base_model", base_model, error) from None
+        raise build_load_error("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
     return _give_head(base_model, section, config)
 
@@ -106,7 +106,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     """Load the tokenizer with a padding token and the tokens of `model.added_tokens`."""
     name = section.tokenizer or base_model
-    tokenizer = byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
+    tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
         # transformers does not save it; without it the reloaded tokenizer places spaces differently.
         tokenizer.init_kwargs["legacy"] = tokenizer.legacy
@@ -127,9 +127,11 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
-        raise unreadable_error(setting, name, error, tokenizer=True) from None
+        raise build_load_error(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise no_tokenizer_error(setting, name)  # for some models transformers builds an empty tokenizer without files
+        raise build_missing_tokenizer_error(
+            setting, name
+        )  # for some models transformers builds an empty tokenizer without files
     return tokenizer
 
 
@@ -189,10 +191,10 @@ def load_base_model(
     if hasattr(config, "rescale_every") and not unpack:
         # In evaluation RWKV would divide weights in place, even packed ones, but not those of the adapters.
         config.rescale_every = 0
-    if attention is None and caps_scores(config):
+    if attention is None and has_soft_cap(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or kept_form(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or find_stored_form(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(
@@ -250,7 +252,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError) as error:
-        raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
+        raise build_load_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model
 

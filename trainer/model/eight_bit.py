@@ -106,7 +106,7 @@ def check_input(x: torch.Tensor) -> None:
         )
 
 
-def check_card(kind: str, device: torch.device) -> None:
+def check_fp8_support(kind: str, device: torch.device) -> None:
     """Raise UserError for fp8 on a GPU without FP8 products; the CPU emulates them."""
     if kind != "fp8" or device.type != "cuda":
         return

@@ -15,7 +15,15 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, model_sha
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
 """Names of the parts of each tensor in checkpoints and in settings."""
-VISITED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k", "top_k")
+TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+    "num_experts_per_token",
+    "moe_top_k",
+    "top_k",
+)
 """Names of the number of experts per token in configurations."""
 
 
@@ -74,7 +82,7 @@ def expert_width(module: Any) -> int:
 def experts_per_token(config: Any) -> int:
     """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
-    found = (getattr(text, name, None) for name in VISITED)
+    found = (getattr(text, name, None) for name in TOP_K_NAMES)
     return next((number for number in found if isinstance(number, int) and number > 0), 1)
 
 

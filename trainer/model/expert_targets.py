@@ -14,8 +14,8 @@ from torch import nn
 from trainer.config import LoraSection, UserError
 from trainer.config.types import is_pattern
 from trainer.model.expert_layers import (
+    TOP_K_NAMES,
     USUAL_NAMES,
-    VISITED,
     expert_modules,
     expert_names,
     expert_shape,
@@ -26,17 +26,17 @@ from trainer.model.expert_layers import (
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
-NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
+UNSUPPORTED_INITS = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
 BALANCE = "load_balancing_loss_func"
 """Function of the load-balancing loss in transformers' modeling files."""
 
 
-def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = None) -> list[str]:
-    """Return the paths of the experts' tensors that get an adapter; `beyond` matches paths that text never reaches."""
+def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
+    """Return the paths of the expert tensors that get an adapter; `outside_text` matches paths to leave out."""
     if not lora.experts or lora.adapter_path:
         return []
-    excluded = "|".join(filter(None, [*(below(name) for name in lora.exclude_modules), beyond]))
+    excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
     found = []
     for path, module in expert_modules(model).items():
         for name in expert_names(module):
@@ -49,7 +49,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
     return found
 
 
-def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
+def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
     """Return the paths of non-expert tensors in `lora.target_parameters`, and of routers in `lora.target_modules`."""
     experts = set(expert_modules(model))
     found = []
@@ -58,7 +58,7 @@ def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
         if parent in experts or len(whole_shape(parameter)) not in (2, 3):
             continue
         named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
-        router = own == "weight" and any(is_named(name, parent) for name in lora.target_modules) and experts
+        router = own == "weight" and any(matches_path(name, parent) for name in lora.target_modules) and experts
         if named or (router and is_router(model.get_submodule(parent))):
             found.append(path)
     return found
@@ -83,19 +83,19 @@ def list_expert_aliases(model: nn.Module) -> list[str]:
 
 def matches_aliases(target: str, known: list[str]) -> bool:
     """Return whether a name in the settings matches a tensor with these aliases."""
-    return any(is_named(target, alias) for alias in known)
+    return any(matches_path(target, alias) for alias in known)
 
 
-def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> None:
+def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None) -> None:
     """Raise UserError for settings that adapted experts do not support."""
     _check_parameters(model, lora)
-    targets = expert_targets(model, lora, beyond)
+    targets = find_expert_targets(model, lora, outside_text)
     if not targets:
         return
     leave_out = "or leave the experts out with lora.experts: false"
     if lora.dora:
         raise UserError(f"lora.dora=true: not supported for experts; turn it off, {leave_out}")
-    if lora.init in NO_START:
+    if lora.init in UNSUPPORTED_INITS:
         raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {leave_out}")
     rank = expert_rank(model, lora)
     width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
@@ -140,10 +140,10 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             )
 
 
-def check_visited(base_model: str, model: Any) -> None:
+def check_experts_per_token(base_model: str, model: Any) -> None:
     """Raise UserError if config.json routes a token to more experts than exist; the model may be empty."""
     text, modules = model.config.get_text_config(), expert_modules(model).values()
-    name = next((each for each in VISITED if isinstance(getattr(text, each, None), int)), None)
+    name = next((each for each in TOP_K_NAMES if isinstance(getattr(text, each, None), int)), None)
     experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
@@ -160,11 +160,15 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
     if not hasattr(sys.modules[type(model).__module__], BALANCE) or not expert_modules(model):
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
     named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
-    routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
+    routers = [
+        path
+        for path, module in model.named_modules()
+        if is_router(module) or _last_component(path) in ("gate", "router")
+    ]
     if lora is not None and not any(
         _ends_with(path, name.removesuffix(".weight")) for path in routers for name in named
     ):
-        name = _last(routers[0]) if routers else "gate"
+        name = _last_component(routers[0]) if routers else "gate"
         raise UserError(
             f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
             "to the names in lora.target_modules, or set it to 0"
@@ -180,18 +184,18 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
     return int(lora.expert_rank)
 
 
-def below(name: str) -> str:
+def build_subtree_pattern(name: str) -> str:
     """Return a pattern of all paths that contain `name` as whole path components, and of all paths below them."""
     own = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
     return rf"{own}(?:\..*)?"
 
 
-def is_named(name: str, path: str) -> bool:
+def matches_path(name: str, path: str) -> bool:
     """Return whether the path ends in `name`, or matches it as a regular expression."""
     return _ends_with(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 
-def _last(path: str) -> str:
+def _last_component(path: str) -> str:
     return path.rpartition(".")[2]
 
 

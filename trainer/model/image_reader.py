@@ -18,7 +18,7 @@ from trainer.data.image_parts import store_image
 from trainer.data.samples import Samples
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
-from trainer.model.model_source import unreadable_error
+from trainer.model.model_source import build_load_error
 from trainer.model.published_shapes import is_random
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.group import gather_objects
@@ -64,7 +64,7 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         # A copy of the weights without preprocessor_config.json, or a processor that needs torchvision: text alone.
         return None
     except Exception as error:  # invalid values raise any exception
-        raise unreadable_error("base_model", base_model, error) from None
+        raise build_load_error("base_model", base_model, error) from None
     try:
         settings, _ = known.get_processor_dict(base_model, revision=revision)
     except OSError:  # older models have no processor_config.json
@@ -105,7 +105,7 @@ def trains_images(model: Any) -> bool:
     return any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in parts)
 
 
-def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
+def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
     """Return the builder of a loaded model's image inputs; with `every_rank` each batch has an image."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.model.targets import layers_to_adapt, resolve_targets
+from trainer.model.targets import find_layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
 Integers = Literal["int8", "int4"]
@@ -93,7 +93,7 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
             f"{setting}: rounds linear layers, not lora.target_parameters={shown(lora.target_parameters)}; remove them"
         )
     modules = dict(model.named_modules())
-    layers = {path: modules[path] for path in layers_to_adapt(model, lora)}
+    layers = {path: modules[path] for path in find_layers_to_adapt(model, lora)}
     if odd := next((path for path, module in layers.items() if not is_linear(module)), None):
         raise UserError(
             f"{setting}: {odd} is {type(layers[odd]).__name__}, not a plain linear layer; leave it out with "
@@ -104,7 +104,7 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
     )
 
 
-def adapted_linears(model: nn.Module) -> dict[str, Any]:
+def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
     """Return PEFT's layers on plain linear layers, by path."""
     from peft.tuners.lora import LoraLayer
 
@@ -115,7 +115,7 @@ def adapted_linears(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def why_not_rounded(layer: Any) -> str | None:
+def explain_not_rounded(layer: Any) -> str | None:
     """Return why an adapted layer's merged weight W + s B A cannot be rounded to integers, or None if it can."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):

@@ -6,9 +6,9 @@ from typing import Any
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
-from trainer.model.stored_four_bit import four_bit_form
-from trainer.model.stored_fp8 import quantization_settings
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_four_bit import parse_four_bit_form
+from trainer.model.stored_fp8 import find_quantization_settings
+from trainer.model.stored_settings import find_stored_form
 
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
@@ -49,13 +49,13 @@ def set_score_head(base_model: str, model_config: Any) -> None:
             f"{setting}: transformers has no score head for causal language models of model_type {kind}; use a model "
             "such as Llama, Qwen or Mistral"
         )
-    if model_config.get_text_config() is not model_config or quantization_method(model_config):
+    if model_config.get_text_config() is not model_config or find_quantization_method(model_config):
         what = "has parts besides text" if model_config.get_text_config() is not model_config else "is quantized"
         raise UserError(f"{setting}: {what}, and reward models need a text model in 16 or 32 bits; use such a model")
     model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
 
 
-def output_layer(model: Any) -> Any:
+def find_output_layer(model: Any) -> Any:
     """Return the output head, the score head of a reward model, or None."""
     head = model.get_output_embeddings()
     return getattr(model, "score", None) if head is None else head
@@ -90,7 +90,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     if model_config.is_encoder_decoder:
         raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
     try:
-        method = quantization_method(model_config)
+        method = find_quantization_method(model_config)
     except ValueError:  # raised by get_text_config if there are several text parts
         raise UserError(
             f"{setting}: has several text parts ({kind}); only causal language models are trained"
@@ -100,7 +100,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained in it; use adapter: "
             "lora or qlora, or a copy of the model in 16 bits"
         )
-    kept = kept_form(model_config)
+    kept = find_stored_form(model_config)
     if kept is not None and all_trained:
         raise UserError(
             f"adapter=none: the weights of {base_model} are stored in {kept.name} and cannot be trained in it; use "
@@ -135,35 +135,35 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
         )
 
 
-def caps_scores(model_config: Any) -> bool:
+def has_soft_cap(model_config: Any) -> bool:
     """Return whether attention scores are soft-capped by tanh, as in Gemma 2."""
     return getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def takes_sdpa(model: Any) -> bool:
+def supports_sdpa(model: Any) -> bool:
     """Return whether torch's attention gives the same result as the model's own code.
 
     It has no soft cap: transformers 5.17 claims that Gemma 2 supports it, and silently drops the cap.
     """
-    return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
+    return bool(require(model, "_supports_sdpa", "transformers")) and not has_soft_cap(model.config)
 
 
 def is_mxfp4(model_config: Any) -> bool:
     """Return whether the experts are stored in MXFP4 according to config.json."""
-    return quantization_method(model_config) == MXFP4
+    return find_quantization_method(model_config) == MXFP4
 
 
-def quantization_method(model_config: Any) -> str | None:
+def find_quantization_method(model_config: Any) -> str | None:
     """Return how the stored weights are quantized (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
-    settings = quantization_settings(model_config)
+    settings = find_quantization_settings(model_config)
     if settings is None:
         return None
     return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
 
 
 def _describe_quantization(model_config: Any, method: str) -> str:
-    settings = quantization_settings(model_config) or {}
+    settings = find_quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"
-    parts = method, settings.get("format"), four_bit_form(model_config)
+    parts = method, settings.get("format"), parse_four_bit_form(model_config)
     return ", ".join(part for part in parts if isinstance(part, str))

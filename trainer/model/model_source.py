@@ -163,7 +163,7 @@ def _describe_missing_config(folder: Path) -> str:
     return "the folder has no config.json; use the folder of a saved model"
 
 
-def unreadable_error(
+def build_load_error(
     setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
 ) -> UserError:
     """Return the error for a configuration or tokenizer that transformers failed to read from a folder or the hub.
@@ -181,11 +181,11 @@ def unreadable_error(
     if not tokenizer:
         return UserError(f"{prefix}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return no_tokenizer_error(setting, name)
+        return build_missing_tokenizer_error(setting, name)
     return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
 
 
-def no_tokenizer_error(setting: str, name: str) -> UserError:
+def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
     place = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")

@@ -59,7 +59,7 @@ def nearest_codes(values: Tensor) -> Tensor:
     return torch.where(torch.signbit(values), code + 8, code)
 
 
-def full_precision(model_config: Any) -> Any:
+def strip_quantization(model_config: Any) -> Any:
     """Return a copy of the configuration without quantization."""
     plain = copy.deepcopy(model_config)
     for part in (plain, plain.get_text_config()):
@@ -68,7 +68,7 @@ def full_precision(model_config: Any) -> Any:
     return plain
 
 
-def unpacked_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
+def check_mxfp4_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
     """Return full-precision shapes by name; `announced` if config.json says that experts are in MXFP4.
 
     Raises UserError if experts are stored in different ways, or blocks or scales are missing.

@@ -63,7 +63,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
     return refused
 
 
-def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map tensor names in an adapter's file to the names under which PEFT looks for them in the model.
 
     Tensors that PEFT would combine are omitted. The model may be adapted or not, and without weights.
@@ -78,7 +78,7 @@ def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {known[int(number)]: name for name, number in translated if number.numel() == 1}
 
 
-def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
+def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     """Map an adapter's tensor names in the model to those under which plain PEFT can load them.
 
     Most are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, PEFT finds only the
@@ -87,7 +87,7 @@ def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     from transformers import core_model_loading
 
     own = list(names)
-    found = loaded_names(adapted, own)
+    found = map_loaded_names(adapted, own)
     lost = [name for name in own if found.get(name) != name]
     if not lost:
         return dict(zip(own, own, strict=True))
@@ -95,7 +95,7 @@ def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     base, prefix = adapted.get_base_model(), "base_model.model."
     tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in lost}
     stored = [prefix + name for name in revert(base, tensors)]
-    checkpoint_names = {name: older for older, name in loaded_names(adapted, stored).items()}
+    checkpoint_names = {name: older for older, name in map_loaded_names(adapted, stored).items()}
     missing = [name for name in lost if name not in checkpoint_names]
     if missing:
         raise UserError(

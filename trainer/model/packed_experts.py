@@ -225,7 +225,7 @@ def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayo
     return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
 
 
-def experts_layout(
+def build_experts_layout(
     kind: str,
     shape: torch.Size,
     dtype: torch.dtype,

@@ -26,7 +26,7 @@ def is_random(base_model: str) -> bool:
     return base_model.startswith(PREFIX)
 
 
-def shape_settings(base_model: str) -> dict[str, Any]:
+def parse_shape_settings(base_model: str) -> dict[str, Any]:
     """Return the configuration settings of `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
     name, changes = parse_name(base_model)
     if name not in load_shapes():

@@ -13,7 +13,7 @@ import torch
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
-from trainer.model.published_shapes import shape_settings
+from trainer.model.published_shapes import parse_shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
 from trainer.parallel.engine.linear_layers import find_expert_weights
 
@@ -28,15 +28,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def random_config(base_model: str) -> Any:
+def build_random_config(base_model: str) -> Any:
     """Return the configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    settings = shape_settings(base_model)
+    settings = parse_shape_settings(base_model)
     model_type = settings.pop("model_type")
     known = AutoConfig.for_model(model_type)
-    published = shape_settings(base_model.split(",")[0])
+    published = parse_shape_settings(base_model.split(",")[0])
     others = {*UNDECLARED, *published}
     unknown = [key for key in settings if not hasattr(known, key) and key not in others]
     if unknown:
@@ -85,7 +85,7 @@ def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
     return value
 
 
-def byte_tokenizer() -> Any:
+def build_byte_tokenizer() -> Any:
     """Build a tokenizer of 259 tokens (256 bytes and three special tokens) with a ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -165,7 +165,7 @@ def draw_score(model_config: Any) -> torch.Tensor:
     return drawn.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
 
 
-class WithScore:
+class TensorsWithScore:
     """The tensors of a checkpoint, and a new score head if it has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:

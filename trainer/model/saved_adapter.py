@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
-from trainer.model.older_names import find_expert_like_names, names_in_file
+from trainer.model.older_names import find_expert_like_names, map_saved_names
 from trainer.model.targets import Targets
 
 
@@ -97,7 +97,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
     layers = {path for path, _ in adapted.named_modules()}
     own = [name for name in weights if name.partition(".lora_")[0] in layers]
-    in_file, device = names_in_file(adapted, own), next(adapted.parameters()).device
+    in_file, device = map_saved_names(adapted, own), next(adapted.parameters()).device
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     result = set_peft_model_state_dict(adapted, state)
     named = dict(adapted.named_parameters(remove_duplicate=False))
@@ -134,8 +134,8 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     by_weight = [f"{path}.weight" for path in targets.modules if path.rpartition(".")[2] in taken]
     by_name = [path for path in targets.modules if path.rpartition(".")[2] not in taken]
     not_excluded = [path for path in paths if not (excluded and re.fullmatch(excluded, path))]
-    config.target_modules = set(_shortest(by_name, not_excluded, parts=1))
-    config.target_parameters = sorted(_shortest([*targets.parameters, *by_weight], weights, parts=2)) or None
+    config.target_modules = set(_shorten_paths(by_name, not_excluded, parts=1))
+    config.target_parameters = sorted(_shorten_paths([*targets.parameters, *by_weight], weights, parts=2)) or None
     config.exclude_modules = excluded
     config._custom_modules = None
 
@@ -170,24 +170,28 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
             f"lora.target_modules: PEFT could not find these {len(layers)} layers when it loads the adapter, "
             f"first {min(found ^ layers)}; leave it out with lora.exclude_modules"
         )
-    names_in_file(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
+    map_saved_names(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
 
 
-def _shortest(paths: list[str], among: list[str], *, parts: int) -> list[str]:
+def _shorten_paths(paths: list[str], among: list[str], *, parts: int) -> list[str]:
     """Shorten paths to their last `parts` components where these match no other path."""
     wanted = set(paths)
-    others = {tail(path, parts) for path in among if path not in wanted}
-    return list(dict.fromkeys(path if tail(path, parts) in others else tail(path, parts) for path in paths))
+    others = {last_components(path, parts) for path in among if path not in wanted}
+    return list(
+        dict.fromkeys(
+            path if last_components(path, parts) in others else last_components(path, parts) for path in paths
+        )
+    )
 
 
-def tail(path: str, parts: int = 2) -> str:
+def last_components(path: str, parts: int = 2) -> str:
     return ".".join(path.split(".")[-parts:])
 
 
 @contextmanager
 def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
     """Scale the adapter's update by `factor` within the context."""
-    trained = [(scaling, dict(scaling)) for scaling in _scalings(model)]
+    trained = [(scaling, dict(scaling)) for scaling in _list_scalings(model)]
     scale_adapter(model, factor)
     try:
         yield
@@ -198,12 +202,12 @@ def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
 
 def scale_adapter(model: Any, factor: float) -> None:
     """Multiply the scaling of every LoRA layer by `factor`."""
-    for scaling in _scalings(model):
+    for scaling in _list_scalings(model):
         for name in scaling:
             scaling[name] *= factor
 
 
-def _scalings(model: Any) -> list[dict[str, float]]:
+def _list_scalings(model: Any) -> list[dict[str, float]]:
     from peft.tuners.lora import LoraLayer
 
     return [module.scaling for module in model.modules() if isinstance(module, LoraLayer)]

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.config import LoraSection
 from trainer.model.expert_layers import expert_modules
-from trainer.model.expert_targets import other_parameters
-from trainer.model.targets import layers_to_adapt
+from trainer.model.expert_targets import find_other_parameters
+from trainer.model.targets import find_layers_to_adapt
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
 ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
@@ -22,7 +22,7 @@ SGLANG_APPLIES = frozenset(
 """Layers with adapters that SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
 
 
-def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
+def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
     """Return the last name components of the layers with adapters that the server ignores."""
     own = {layer.rpartition(".")[2] for layer in layers}
     if server == "sglang":
@@ -38,7 +38,7 @@ def describe_exclusion(name: str) -> str:
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
 
 
-def serving_notes(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
+def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
     """Return a warning for each part of the adapter that the server `target` would ignore; the model may be empty.
 
     Ollama gets the merged model, so nothing is ignored.
@@ -54,9 +54,9 @@ def serving_notes(target: str | None, lora: LoraSection, added_tokens: Sequence[
     }
     notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
     if lora.adapter_path is None:
-        layers = [*layers_to_adapt(model, lora)]
-        layers += [path.removesuffix(".weight") for path in other_parameters(model, lora)]
-        names = unapplied_layers(target, model.config.get_text_config().model_type, layers)
+        layers = [*find_layers_to_adapt(model, lora)]
+        layers += [path.removesuffix(".weight") for path in find_other_parameters(model, lora)]
+        names = find_unapplied_layers(target, model.config.get_text_config().model_type, layers)
         if target == "llama.cpp" and lora.experts and expert_modules(model):
             names = ["experts"]
         notes += [

@@ -22,7 +22,14 @@ from ops.grouped import SCALES, GroupedLayout, place_sections
 from ops.reference import dequantize_groups
 from trainer.config import UserError
 from trainer.model.mxfp4 import nearest_codes
-from trainer.model.stored_fp8 import CONVERSIONS, FOR_SERVING, SAME_MODEL, View, matches, quantization_settings
+from trainer.model.stored_fp8 import (
+    CONVERSIONS,
+    FOR_SERVING,
+    SAME_MODEL,
+    TensorView,
+    find_quantization_settings,
+    matches_module,
+)
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
 
@@ -45,7 +52,7 @@ class FourBitForm:
     group: int
     """Columns per scale; 0 for one scale per row."""
     zeros: bool
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     ordered: bool = False
     """Whether the columns of a group are not neighbours."""
     offset: int = 0
@@ -55,8 +62,8 @@ class FourBitForm:
     def holds(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in 4 bits according to config.json."""
         inside = any(part.isdigit() for part in path.split("."))
-        is_in = str.__contains__ if self.name == "AWQ" else lambda path, each: matches(each, path)
-        return inside and not any(is_in(path, each) for each in self.left_out)
+        is_in = str.__contains__ if self.name == "AWQ" else lambda path, each: matches_module(each, path)
+        return inside and not any(is_in(path, each) for each in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
         """Return how a matrix [O, I], or [E, O, I], is packed; `scale` defaults to the usual type of scales."""
@@ -71,9 +78,9 @@ class FourBitForm:
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
-def four_bit_form(model_config: Any) -> FourBitForm | str | None:
+def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
     """Return the 4-bit format of a checkpoint, or why it is not supported; None for other methods."""
-    settings = quantization_settings(model_config) or {}
+    settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "compressed-tensors":
         return _parse_compressed(settings)
@@ -91,9 +98,9 @@ def _parse_columns(settings: dict[str, Any], method: Any) -> FourBitForm | str:
         return f"{' and '.join(sorted(map(str, bits - {4})))} bits, and only 4 are read"
     if version not in known:
         return f"version {version}, and only {' and '.join(known)} are read"
-    left_out = settings.get("modules_to_not_convert") or (f"re:{rule[2:]}" for rule in rules if rule.startswith("-:"))
+    excluded = settings.get("modules_to_not_convert") or (f"re:{rule[2:]}" for rule in rules if rule.startswith("-:"))
     group, ordered = max(0, settings.get("group_size", 128) or 0), bool(settings.get("desc_act"))
-    return FourBitForm(method, group, True, tuple(left_out), ordered, int(version == "gptq"))
+    return FourBitForm(method, group, True, tuple(excluded), ordered, int(version == "gptq"))
 
 
 def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
@@ -101,7 +108,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     weights: list[dict[str, Any]] = [group.get("weights") or {} for group in groups]
     if not any(each.get("num_bits") == 4 for each in weights):
         return None
-    first, left_out = weights[0], tuple(settings.get("ignore") or ())
+    first, excluded = weights[0], tuple(settings.get("ignore") or ())
     strategy, kind, group = first.get("strategy"), first.get("type"), first.get("group_size")
     group = group if isinstance(group, int) and group > 0 else 0
     is_read = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
@@ -115,9 +122,9 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     if fault := next((fault for fault, found in faults.items() if found), ""):
         return f"{fault}, and of 4 bits only W4A16 integers by group or channel and NVFP4 are read"
     if kind == "float":
-        return FourBitForm("NVFP4", group, False, left_out)
+        return FourBitForm("NVFP4", group, False, excluded)
     ordered = str(first.get("actorder")).lower().endswith("group")
-    return FourBitForm("W4A16", group, not first.get("symmetric", True), left_out, ordered)
+    return FourBitForm("W4A16", group, not first.get("symmetric", True), excluded, ordered)
 
 
 class FourBitFiles:
@@ -156,7 +163,7 @@ class FourBitFiles:
         return whole if index is None else whole[index : index + 1]
 
     def _read_parts(self, name: str) -> dict[str, Tensor]:
-        return {part: self._part(part, name) for part in self.layouts[name].sections()}
+        return {part: self._read_part(part, name) for part in self.layouts[name].sections()}
 
     def _dequantize(self, layout: GroupedLayout, parts: dict[str, Tensor]) -> Tensor:
         own = parts | {"scales": parts["scales"].view(SCALES[layout.scale]), "order": parts["order"].view(-1)}
@@ -178,7 +185,7 @@ class FourBitFiles:
         """Copy the parts of a parameter to its sections, one expert at a time if possible."""
         for part, section in sections.items():
             section = section.view(torch.uint8) if section.dtype == torch.float8_e4m3fn else section
-            view = View(self.shapes, partial(self._part, part))
+            view = TensorView(self.shapes, partial(self._read_part, part))
             for index in range(experts) if experts and stored.by_expert else [None]:
                 if not section.numel():
                     break
@@ -209,13 +216,13 @@ class FourBitFiles:
     def _pack_codes(self, codes: Tensor) -> Tensor:
         """Return codes [O, I] as they are stored."""
         if self._form.name == "AWQ":
-            words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _shifts(AWQ_ORDER)
+            words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _bit_shifts(AWQ_ORDER)
             return words.sum(-1, dtype=torch.int32)
         words = pack_pairs(codes)
         words = words if self._form.name == "NVFP4" else words.view(torch.int32)
         return words.mT.contiguous() if self._by_column else words
 
-    def _part(self, part: str, name: str, index: int | None = None) -> Tensor:
+    def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
         """Return a part of a packed weight with the rows of the weight, e4m3 as bytes; of the order, one row."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
@@ -229,9 +236,13 @@ class FourBitFiles:
             if name in self._shapes and not (layout.ordered or torch.equal(self._files.read(name).long(), unordered)):
                 raise UserError(f"{self._setting}: {name} is not in order, but config.json says so; {SAME_MODEL}")
             if form.name == "AWQ":
-                return pack_pairs(unpack(raw, AWQ_ORDER).mT)
+                return pack_pairs(unpack_codes(raw, AWQ_ORDER).mT)
         elif part == "zeros":
-            found = unpack(raw, AWQ_ORDER if form.name == "AWQ" else range(8)) if self._by_column else unpack(raw.mT)
+            found = (
+                unpack_codes(raw, AWQ_ORDER if form.name == "AWQ" else range(8))
+                if self._by_column
+                else unpack_codes(raw.mT)
+            )
             return (found.mT[: layout.rows] + form.offset & 15).contiguous()
         elif part == "divisors":
             return raw.float().expand(layout.rows, 1)
@@ -265,13 +276,13 @@ class FourBitFiles:
         return form.layout((rows, cols), TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
 
 
-def _shifts(order: Sequence[int]) -> Tensor:
+def _bit_shifts(order: Sequence[int]) -> Tensor:
     return torch.tensor([4 * place for place in order], dtype=torch.int32)
 
 
-def unpack(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+def unpack_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     """Return the 4-bit codes [N, 8 K] of int32 [N, K] as uint8; `order` is the position of each of 8 neighbours."""
-    return (words[..., None] >> _shifts(order) & 15).to(torch.uint8).flatten(-2)
+    return (words[..., None] >> _bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

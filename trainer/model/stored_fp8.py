@@ -41,7 +41,7 @@ class Fp8Form:
     """The FP8 format declared in config.json; without `block`, scales are per row or tensor."""
 
     block: Block | None
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     name = "FP8"
 
     @property
@@ -56,10 +56,10 @@ class Fp8Form:
 
     def holds(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in FP8 according to config.json."""
-        return not any(matches(each, path) for each in self.left_out)
+        return not any(matches_module(each, path) for each in self.excluded)
 
 
-def matches(pattern: str, path: str) -> bool:
+def matches_module(pattern: str, path: str) -> bool:
     """Return whether an entry of a list of modules in config.json names the layer at `path`."""
     # compressed-tensors marks regular expressions by `re:`; for transformers each entry is one, or the end of a name.
     expression, whole = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
@@ -71,24 +71,24 @@ def matches(pattern: str, path: str) -> bool:
         return False
 
 
-def fp8_form(model_config: Any) -> Fp8Form | None:
+def parse_fp8_form(model_config: Any) -> Fp8Form | None:
     """Return the FP8 format of a checkpoint; None if it is not in FP8, or in an unsupported format."""
-    settings = quantization_settings(model_config) or {}
+    settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
         block = settings.get("weight_block_size", DEFAULT_BLOCK)
-        left_out = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
-        return Fp8Form(_pair(block), tuple(map(str, left_out)))
+        excluded = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
+        return Fp8Form(_parse_block(block), tuple(map(str, excluded)))
     if method == "compressed-tensors":
         groups = [(group or {}).get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
         dense = (settings.get("sparsity_config") or {}).get("format", "dense") == "dense"
         if dense and groups and all(each.get("num_bits") == 8 and each.get("type") == "float" for each in groups):
-            blocks = [_pair(each.get("block_structure")) for each in groups if each.get("strategy") == "block"]
+            blocks = [_parse_block(each.get("block_structure")) for each in groups if each.get("strategy") == "block"]
             return Fp8Form(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
     return None
 
 
-def quantization_settings(model_config: Any) -> dict[str, Any] | None:
+def find_quantization_settings(model_config: Any) -> dict[str, Any] | None:
     """Return `quantization_config` of config.json as a dict, or None."""
     for part in (model_config, model_config.get_text_config()):
         section = getattr(part, "quantization_config", None)
@@ -97,7 +97,7 @@ def quantization_settings(model_config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _pair(block: Any) -> Block | None:
+def _parse_block(block: Any) -> Block | None:
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]
@@ -107,10 +107,10 @@ class Fp8Files:
     """The tensors of a checkpoint in FP8: `read` dequantizes them, `codes` and `scales` give what is stored."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
-        """Wrap `files`, already checked by `plain_shapes`."""
+        """Wrap `files`, already checked by `check_fp8_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
         self._shapes = files.shapes()
-        self._scale_of = scales_by_weight(files)
+        self._scale_of = find_scales(files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors except scales."""
@@ -121,7 +121,7 @@ class Fp8Files:
         """Return a tensor, FP8 as float32; with `index`, that slice of its first dimension (kept, of length one)."""
         if name not in self._scale_of:
             return self._files.read(name, index)
-        block = self._own_block(name)
+        block = self._stored_block(name)
         codes, scales = self._codes(name, index), self._scales(block, name, index)
         return dequantize_blocks(codes, scales, block, torch.float32)
 
@@ -133,7 +133,7 @@ class Fp8Files:
         names = [name for each in stored.names.values() for name in each]
         if not all(name in self._scale_of for name in names):
             return None
-        blocks = {self._own_block(name) for name in names}
+        blocks = {self._stored_block(name) for name in names}
         if len(blocks) != 1:
             return None
         [(rows, cols)] = blocks
@@ -151,16 +151,16 @@ class Fp8Files:
 
     def codes(self, stored: Stored, index: int | None = None) -> Tensor:
         """Return the stored values (uint8), converted to the layout of the parameter."""
-        return stored.read(View(self.shapes, self._codes), index)
+        return stored.read(TensorView(self.shapes, self._codes), index)
 
     def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
         """Return a float32 scale per `block`, converted to the layout of the parameter."""
-        return stored.read(View(self.shapes, partial(self._scales, block)), index)
+        return stored.read(TensorView(self.shapes, partial(self._scales, block)), index)
 
     def _codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
 
-    def _own_block(self, name: str) -> Block:
+    def _stored_block(self, name: str) -> Block:
         """Return the stored rows and columns per scale; a single scale of a tensor counts as one per row."""
         shape = self._shapes[name]
         by_row = _is_by_row(shape, self._shapes[self._scale_of[name]])
@@ -180,26 +180,26 @@ class Fp8Files:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A `StoredTensors` made from two functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]
 
 
-def scales_by_weight(files: SafetensorsFiles) -> dict[str, str]:
+def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     """Return the name of the scales for each FP8 tensor that has scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
     return {name: found[0] for name, found in names.items() if found}
 
 
-def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
+def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
     """Return full-precision shapes by name.
 
     Raises UserError if scales are missing or do not fit their tensor, or no tensor is in FP8.
     """
-    shapes, types, scales = files.shapes(), files.types(), scales_by_weight(files)
+    shapes, types, scales = files.shapes(), files.types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(
             f"{setting}: config.json says FP8, but no tensor is stored in it; remove quantization_config from "

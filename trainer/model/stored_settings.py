@@ -3,22 +3,22 @@
 from typing import Any
 
 from trainer.config import RunConfig, UserError, gathers_by_layer
-from trainer.model.stored_four_bit import FourBitForm, four_bit_form
-from trainer.model.stored_fp8 import Fp8Form, fp8_form
+from trainer.model.stored_four_bit import FourBitForm, parse_four_bit_form
+from trainer.model.stored_fp8 import Fp8Form, parse_fp8_form
 from trainer.parallel.engine.linear_layers import is_linear
 
-Kept = Fp8Form | FourBitForm
+StoredForm = Fp8Form | FourBitForm
 
 
-def kept_form(model_config: Any) -> Kept | None:
+def find_stored_form(model_config: Any) -> StoredForm | None:
     """Return the format in which linear layers are stored and kept; None if they are in 16 or 32 bits."""
-    form = fp8_form(model_config) or four_bit_form(model_config)
+    form = parse_fp8_form(model_config) or parse_four_bit_form(model_config)
     return None if isinstance(form, str) else form
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     """Raise UserError for settings that a base stored in FP8 or 4 bits does not support."""
-    form = kept_form(model_config)
+    form = find_stored_form(model_config)
     if form is None:
         return
     lora, stored = config.lora, f"{config.base_model}, which is stored in {form.name}"
@@ -40,7 +40,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
     """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
-    form, head = kept_form(model_config), empty.get_output_embeddings()
+    form, head = find_stored_form(model_config), empty.get_output_embeddings()
     for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
         held = is_linear(module) and module is not head and (form is None or form.holds(path))
         for name in config.lora.modules_to_save if held else ():

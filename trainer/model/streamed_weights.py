@@ -21,24 +21,24 @@ from transformers import PreTrainedModel
 import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
-from trainer.model.eight_bit import FrozenLinear8bit, check_card
+from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
 from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
-from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
-from trainer.model.mxfp4 import MXFP4, full_precision
+from trainer.model.model_kind import auto_class, find_output_layer, has_score, is_mxfp4
+from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
     GROUPED,
     ExpertsLayout,
     FrozenLinearGrouped,
     PackedExperts,
+    build_experts_layout,
     compute_dequantized,
-    experts_layout,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import RandomTensors, WithScore
+from trainer.model.random_weights import RandomTensors, TensorsWithScore
 from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
 from trainer.model.stored_fp8 import Block, Fp8Files
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
@@ -66,22 +66,22 @@ def load_streamed(
     4-bit and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
     """
     if quantization is not None and quantization.eight_bit:
-        check_card(quantization.quant_type, device)
+        check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
             ops.load("auto")  # the layers' forward needs an operator: one already loaded, or any available
-    model = _build_empty(full_precision(config), section, dtype, attention)
+    model = _build_empty(strip_quantization(config), section, dtype, attention)
     files: StoredTensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = kept_form(config)
+        form = find_stored_form(config)
         if isinstance(form, FourBitForm):
             files = FourBitFiles(stored, form, f"base_model={base_model}")
         else:
             files = stored if form is None else Fp8Files(stored, form)
-        files = WithScore(files, config) if has_score(config) else files
+        files = TensorsWithScore(files, config) if has_score(config) else files
     layout = stored_layout(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads it.
@@ -89,7 +89,7 @@ def load_streamed(
     if quantization is not None and not quantization.eight_bit:
         model.config.quantization_config = _quantization_record(quantization, dtype)
         model.is_quantized = True
-        model.quantization_method = "bitsandbytes"
+        model.find_quantization_method = "bitsandbytes"
     return model
 
 
@@ -129,10 +129,10 @@ class Filler:
 
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
-        self._head = output_layer(self.model)
+        self._head = find_output_layer(self.model)
         # Of layers that stay unquantized in training of any precision.
         self._wide = find_fp32_names(self.model, torch.float16)
-        kept = None if self.unpack else self.files.stored if isinstance(self.files, WithScore) else self.files
+        kept = None if self.unpack else self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
         self._fp8 = kept if isinstance(kept, Fp8Files) else None
         self._four_bit = kept if isinstance(kept, FourBitFiles) else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
@@ -195,7 +195,10 @@ class Filler:
         turned = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
             kept = {} if self.unpack else experts
-            return {name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True) for name, each in kept.items()}
+            return {
+                name: build_experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
+                for name, each in kept.items()
+            }
         if self._four_bit is not None:
             return self._find_groups(experts, stored, transposed=turned)
         if fp8 is None and kind is None:
@@ -203,12 +206,13 @@ class Filler:
         if kind is not None and not kind.eight_bit:
             how: dict[str, Any] = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
             return {
-                name: experts_layout(kind.quant_type, each.shape, self.dtype, **how) for name, each in experts.items()
+                name: build_experts_layout(kind.quant_type, each.shape, self.dtype, **how)
+                for name, each in experts.items()
             }
         cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, turned)
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
-            name: experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
+            name: build_experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
             for name, cell in cells.items()
         }
 
@@ -232,7 +236,7 @@ class Filler:
         def read() -> Tensor:
             if stored.is_mxfp4:
                 return _pack(
-                    files, stored, experts_layout(MXFP4, parameter.shape, own, transposed=True), self.device
+                    files, stored, build_experts_layout(MXFP4, parameter.shape, own, transposed=True), self.device
                 ).dequantized()
             if parameter.dim() < 3 or not stored.by_expert:
                 return stored.read(files).to(self.device).to(own).contiguous()

@@ -21,17 +21,17 @@ from trainer.config.types import is_pattern
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules, router_weights
 from trainer.model.expert_targets import (
     ALL_LINEAR,
-    below,
+    build_subtree_pattern,
     check_experts,
     expert_rank,
-    expert_targets,
-    is_named,
+    find_expert_targets,
+    find_other_parameters,
     is_router,
     list_expert_aliases,
     matches_aliases,
-    other_parameters,
+    matches_path,
 )
-from trainer.model.model_kind import output_layer
+from trainer.model.model_kind import find_output_layer
 from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_linear, is_quantised, model_shape
@@ -58,24 +58,24 @@ class Targets:
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
     """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), or None."""
     if hasattr(model, "usual_targets"):
-        return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
+        return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
     ambiguous = find_expert_like_names(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or by_path):
         return None
     return Targets(
-        tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
-        tuple(other_parameters(model, lora)),
+        tuple(find_layers_to_adapt(model, lora)),
+        tuple(find_expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
+        tuple(find_other_parameters(model, lora)),
         expert_rank(model, lora),
     )
 
 
-def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
+def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     """Yield the paths of the layers adapted by `lora`, without experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
-    excluded, head, experts = excluded_modules(model, lora), output_layer(model), expert_modules(model)
+    excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), expert_modules(model)
     usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR and usual is not None:
@@ -94,14 +94,14 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     towers = find_unadapted_towers(model, lora)
-    beyond = _build_pattern(towers)
-    check_experts(model, lora, beyond)
+    outside_text = _build_pattern(towers)
+    check_experts(model, lora, outside_text)
     expert_aliases, cannot = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         if lora.experts and matches_aliases(name, expert_aliases):
             continue
-        found = {path for path in paths if is_named(name, path)}
-        within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
+        found = {path for path in paths if matches_path(name, path)}
+        within = {path for path in found if not (outside_text and re.fullmatch(outside_text, path))}
         if found and not within:
             advice = "; vision.train: lora adapts the image tower" if lora.image_parts == "none" else ""
             problem = "is outside the language model and never sees text"
@@ -114,17 +114,17 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             reason = cannot[min(within & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
     # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
-    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {
+    known = {path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))} | {
         *expert_aliases
     }
     for name in lora.exclude_modules:
-        if not any(re.fullmatch(below(name), path) for path in known):
+        if not any(re.fullmatch(build_subtree_pattern(name), path) for path in known):
             raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")
-    kept = list(layers_to_adapt(model, lora))
-    adapted = [*kept, *expert_targets(model, lora, beyond), *other_parameters(model, lora)]
+    kept = list(find_layers_to_adapt(model, lora))
+    adapted = [*kept, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
@@ -139,11 +139,11 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         )
 
 
-def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
+def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
     """Return PEFT's `exclude_modules`, a pattern of full paths that get no adapter, or None."""
-    patterns = [below(name) for name in lora.exclude_modules]
+    patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
-        patterns.append(below("experts"))  # each expert is a module
+        patterns.append(build_subtree_pattern("experts"))  # each expert is a module
     patterns += filter(None, [_build_pattern(find_unadapted_towers(model, lora))])
     left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
@@ -157,11 +157,11 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
-    beyond, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
+    outside_text, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = find_refused_names(model, {path.rpartition(".")[2] for path in linear})
     found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
-    return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
+    return {path: reason for path, reason in found.items() if not (outside_text and re.fullmatch(outside_text, path))}
 
 
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
@@ -172,18 +172,18 @@ def _find_excluded_by_default(model: Any) -> dict[str, str]:
     return found | dict.fromkeys(sorted(routers & linear - set(found)), CHOOSES_EXPERTS)
 
 
-def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
+def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     """Return a message for each reason why targeted linear layers have no adapter."""
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
-    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_unadapted_towers(base, lora)
+    excluded, towers = "|".join(map(build_subtree_pattern, lora.exclude_modules)), find_unadapted_towers(base, lora)
     special = (_find_excluded_by_default(base) if all_linear else {}) | find_untrainable_layers(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
             continue
-        if module is output_layer(base):
+        if module is find_output_layer(base):
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
             reasons["outside the language model, never sees text"].append(tower)
@@ -278,7 +278,7 @@ def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None
 
 
 def _is_target(path: str, lora: LoraSection) -> bool:
-    return any(is_named(name, path) for name in lora.target_modules)
+    return any(matches_path(name, path) for name in lora.target_modules)
 
 
 def _suggest(name: str, paths: set[str], what: str) -> str:

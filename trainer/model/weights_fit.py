@@ -15,11 +15,11 @@ from torch import nn
 
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE, has_score, is_mxfp4
-from trainer.model.mxfp4 import full_precision, unpacked_shapes
+from trainer.model.mxfp4 import check_mxfp4_shapes, strip_quantization
 from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
-from trainer.model.stored_fp8 import SAME_MODEL, plain_shapes, scales_by_weight
+from trainer.model.stored_fp8 import SAME_MODEL, check_fp8_shapes, find_scales
 from trainer.model.stored_layout import BLOCKS, SCALES
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 
 
@@ -29,15 +29,15 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantized in a way
     not declared in config.json, or whole layers are unused.
     """
-    form = kept_form(model_config)
+    form = find_stored_form(model_config)
     if isinstance(form, FourBitForm):
         stored = FourBitFiles(files, form, setting).shapes()
     elif form is not None:
-        stored = plain_shapes(setting, files, form)
+        stored = check_fp8_shapes(setting, files, form)
     else:
         _check_types(setting, files)
-        stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
-    model_config = full_precision(model_config)
+        stored = check_mxfp4_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
+    model_config = strip_quantization(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with suppress_loading_output():
         try:
@@ -110,7 +110,7 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
-    if scales := scales_by_weight(files):
+    if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
         raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL}")
     for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):

@@ -18,10 +18,10 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     choose_window,
+    extract_series,
     find_unit,
     held_out_label,
     running_mean,
-    series,
 )
 
 SIDE = 1000
@@ -59,16 +59,20 @@ class Chart:
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
 
-def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
+def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return the charts of charts.yaml that have values; that of S has a band of `deadband` around the target."""
-    unit, kept, target = find_unit(records), series(records, "eval/kept_step").values, series(records, "scu/target")
+    unit, kept, target = (
+        find_unit(records),
+        extract_series(records, "eval/kept_step").values,
+        extract_series(records, "scu/target"),
+    )
     words = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": held_out_label(records)}
     words["kept"] = f"kept: step {int(kept[-1]):,}" if len(kept) else ""
     found = []
     for row in CHARTS:
         shown = [_curves(records, curve, words) for curve in row["curves"]]
         curves = tuple(curve for each in shown for curve in each if len(curve.line))
-        is_measured = "needs" not in row or len(series(records, row["needs"]))
+        is_measured = "needs" not in row or len(extract_series(records, row["needs"]))
         if is_measured and any(len(curve.line.finite()) for curve in curves):
             band = None
             if row.get("banded") and deadband and len(target):
@@ -82,9 +86,9 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 def _curves(records: list[Record], row: dict[str, Any], words: dict[str, str]) -> tuple[Curve, ...]:
     name, label = row["of"].format(**words), row.get("label", "").format(**words)
     color, kind = row.get("color", "blue"), row.get("as", "line")
-    line = series(records, name)
+    line = extract_series(records, name)
     if name == "eval/kept_loss":
-        line = Series(series(records, "eval/kept_step").values[-1:], line.values[-1:])
+        line = Series(extract_series(records, "eval/kept_step").values[-1:], line.values[-1:])
     elif name.startswith("eval/"):
         line = line.finite()
     line = Series(line.steps, row.get("times", 1) * line.values)
@@ -101,7 +105,7 @@ def _mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
     return raw, Curve(mean, "line", color, f"mean of {window}")
 
 
-def draw(chart: Chart) -> str:
+def render_chart(chart: Chart) -> str:
     """Render the chart as HTML."""
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
@@ -128,12 +132,12 @@ def draw(chart: Chart) -> str:
         return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
 
     ticks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
-    return render(
+    return render_template(
         "chart.html.jinja",
         chart=chart,
         side=SIDE,
         unit=f"{chart.unit}, by optimizer step" if chart.wide else chart.unit,
-        marks=[(number(mark), down(mark)) for mark in marks],
+        marks=[(format_number(mark), down(mark)) for mark in marks],
         steps=[(f"{mark:,.0f}", across(mark)) for mark in ticks],
         # A logarithmic axis does not reach down to a band that begins at 0 or below.
         band=[down(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
@@ -141,7 +145,7 @@ def draw(chart: Chart) -> str:
     )
 
 
-def render(template: str, **content: Any) -> str:
+def render_template(template: str, **content: Any) -> str:
     """Return a template of this folder with its content, escaped in HTML."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
@@ -179,7 +183,7 @@ def _powers_of_ten(low: float, high: float) -> list[float]:
     return [10.0**exponent for exponent in exponents[:: max(1, len(exponents) // TICKS)]]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for an axis: 1,500, 0.25, 2e-4."""
     if value == 0:
         return "0"

@@ -52,7 +52,7 @@ class Series:
         return Series(self.steps[kept], self.values[kept])
 
 
-def series(records: list[Record], name: str) -> Series:
+def extract_series(records: list[Record], name: str) -> Series:
     """Return the values of a metric by step; the last record of a step counts."""
     by_step = {record["step"]: record[name] for record in records if name in record}
     ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
@@ -73,12 +73,12 @@ class HeldOut:
     @classmethod
     def from_records(cls, records: list[Record]) -> "HeldOut | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
-        line = series(records, "eval/loss").finite()
+        line = extract_series(records, "eval/loss").finite()
         if len(line) < 2:
             return None
         lowest = int(np.argmin(line.values))
-        kept = series(records, "eval/kept_step").values
-        loss = series(records, "eval/kept_loss").values
+        kept = extract_series(records, "eval/kept_step").values
+        loss = extract_series(records, "eval/kept_loss").values
         step, after = (kept[-1], loss[-1]) if len(kept) and len(loss) else (line.steps[-1], line.values[-1])
         return cls(float(line.values[0]), float(after), int(step), float(line.values[lowest]), int(line.steps[lowest]))
 
@@ -109,5 +109,7 @@ def held_out_label(records: list[Record]) -> str:
     """Return the legend of the held-out losses, with the losses before and after training, or the only one."""
     held_out = HeldOut.from_records(records)
     if held_out is None:
-        return ", ".join(["held out", *(f"{loss:.3f}" for loss in series(records, "eval/loss").finite().values)])
+        return ", ".join(
+            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").finite().values)]
+        )
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

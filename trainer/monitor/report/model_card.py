@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.charts import render
+from trainer.monitor.report.charts import render_template
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
-from trainer.monitor.report.write import summary_rows
+from trainer.monitor.report.write import build_summary_tables
 
 CARD = "README.md"
 OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
@@ -68,7 +68,7 @@ def model_card(
     its folder, `auto_class` the class of transformers that loads the model, `pipeline_tag` its kind on the hub.
     """
     base, data = public_name(settings["base_model"]), settings["dataset"]
-    groups = dict(summary_rows(records, settings, read_run(run_dir))) if records else {}
+    groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
     sources = [source["path"] for source in data["mix"] or (data,) if source["path"]]
     held_out = data["evaluation"]["path"] if data["evaluation"] else None
     # Rows that contain a path or a command line are rewritten here or left out.
@@ -77,7 +77,7 @@ def model_card(
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     uploaded = not Path(name).is_absolute()
-    return render(
+    return render_template(
         "card.md.jinja",
         front=_front_matter(settings["adapter"], base, sources, pipeline_tag),
         ours=OURS,

@@ -12,7 +12,7 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import Chart, charts, draw, render
+from trainer.monitor.report.charts import Chart, build_charts, render_chart, render_template
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_values, training_seconds
@@ -45,13 +45,13 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
     runs.sort(key=_result)
-    text = render(
+    text = render_template(
         TEMPLATE,
         title=f"{len(runs)} runs",
         subtitle=" · ".join(run.name for run in runs),
         result_heads=HEADS,
         results=[_outcome(run) for run in runs],
-        figures=[draw(chart) for chart in overlay_charts(runs)],
+        figures=[render_chart(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
         setting_heads=("setting", *(run.name for run in runs)),
         differences=_differences(runs),
@@ -92,7 +92,7 @@ def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
     """Return the charts of all runs over each other: a color for each run, and means instead of all values."""
     found: dict[str, Chart] = {}
     for at, run in enumerate(runs):
-        for chart in charts(run.records):
+        for chart in build_charts(run.records):
             shown = [curve for curve in chart.curves if curve.kind != "pale"]
             named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
             curves = [replace(curve, color=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]

@@ -19,8 +19,8 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import charts, draw, render
-from trainer.monitor.report.curves import HeldOut, find_unit, series
+from trainer.monitor.report.charts import build_charts, render_chart, render_template
+from trainer.monitor.report.curves import HeldOut, extract_series, find_unit
 from trainer.monitor.report.recorded import (
     changed_settings,
     hub_name,
@@ -57,28 +57,28 @@ def write_report(run_dir: Path) -> Path:
     scu = config.get("scu", {})
     # The other laws' deadband is a ratio, too narrow to be drawn.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
-    shown = charts(records, deadband=scu.get("deadband") if is_drawn else None)
-    tables = summary_rows(records, config, run)
+    shown = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
+    tables = build_summary_tables(records, config, run)
     restarts = [
         (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
         for restart in read_restarts(run_dir)
     ]
     tables.append(("Restarts", restarts))
-    tables.append(("Next", next_commands(str(run_dir), config) if config else []))
+    tables.append(("Next", suggest_commands(str(run_dir), config) if config else []))
     changed, settings = changed_settings(config)
-    page = render(
+    page = render_template(
         TEMPLATE,
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_subtitle(config, run),
-        tiles=tiles(records, run),
-        figures=[draw(chart) for chart in shown if chart.wide],
+        tiles=build_tiles(records, run),
+        figures=[render_chart(chart) for chart in shown if chart.wide],
         answers=_answers(run_dir),
         pictures=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[draw(chart) for chart in shown if not chart.wide],
+        details=[render_chart(chart) for chart in shown if not chart.wide],
         tables=[(title, rows) for title, rows in tables if rows],
         times=_long_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
@@ -87,7 +87,7 @@ def write_report(run_dir: Path) -> Path:
     return run_dir / PAGE
 
 
-def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, command) pairs to run after training."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
@@ -103,7 +103,7 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     return commands
 
 
-def end_summary(
+def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
     """Return the change of the held-out loss, the output paths, and commands to run next."""
@@ -113,7 +113,7 @@ def end_summary(
     lines.append(_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
     if report is not None:
         lines.append(_row("report", str(report)))
-    commands = next_commands(str(run_dir), settings)
+    commands = suggest_commands(str(run_dir), settings)
     return lines + [_row(name, command) for name, command in commands]
 
 
@@ -163,7 +163,7 @@ def training_seconds(records: list[Record]) -> float:
     return seconds
 
 
-def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, value, note) of the most important numbers: losses, throughput, memory, time."""
     shown = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
@@ -172,7 +172,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str,
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     of = f", means of {count} records" if count > 1 else ""
-    kept = f", kept: step {held_out.kept_step:,}" if held_out and len(series(records, "eval/kept_step")) else ""
+    kept = f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
     for label, values, note in (("held-out loss", compared, kept), ("training loss", means, of)):
         if len(values) > 1:
             shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
@@ -189,7 +189,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str,
     return shown
 
 
-def summary_rows(
+def build_summary_tables(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the summary tables as (title, rows of name and value), without what the run did not record."""
