@@ -81,7 +81,7 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "tokenizer class": (write("tokenizer_config.json", '{"tokenizer_class": 5}'), "tokenizer_config.json: tokenizer_c"),
     "chat template": (write("tokenizer_config.json", '{"chat_template": 5}'), "tokenizer_config.json: chat_template"),
     "nested tokenizer": (write("tokenizer_config.json", f'{{"a": {DEEP}'), "tokenizer_config.json: is nested too"),
-    "weights above": (index("../w.safetensors"), f"{INDEX} lists ../w.safetensors, outside of its folder"),
+    "weights above": (index("../w.safetensors"), f"{INDEX} lists ../w.safetensors, which is outside its folder"),
     "number for weights": (index(5), rf"{INDEX} weight_map\..*: "),
     "nested index": (index_text(DEEP), f"{INDEX} is nested too deeply"),
     "list for index": (index_text("[1]"), f"{INDEX} must be a map;"),
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named_with_its_value(case: str, tmp_path: Path) -> No
 def test_weights_at_an_absolute_path_are_outside_as_well(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     index(str(tmp_path / "w.safetensors"))(ground / "model")
-    with pytest.raises(UserError, match=f"lists {tmp_path}/w.safetensors, outside of its folder"):
+    with pytest.raises(UserError, match=f"lists {tmp_path}/w.safetensors, which is outside its folder"):
         read_model_files(load_config(ground / "base.yaml", []).config)
 
 

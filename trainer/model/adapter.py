@@ -58,8 +58,8 @@ def build_lora_config(
     """Build the peft.LoraConfig for the section `lora`.
 
     `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
-    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; `set_dropout` sets it
-    afterwards.
+    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter;
+    `set_dropout` then sets it.
     """
     from peft import LoraConfig
 
