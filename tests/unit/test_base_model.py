@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
     "odd groups": (
         quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
-        ("4-bit Nones by None of 0, and of 4 bits only",),
+        ("4-bit Nones by None of 0, but only W4A16",),
     ),
     "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
     "mxfp4": (

@@ -144,8 +144,8 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         tensors(one_layer_in_16_bits),
         ("model.layers.1.mlp.experts.down_proj is not stored in MXFP4, unlike",),
     ),
-    "scales lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_scales")), (f"{GATE_UP}_scales is in none of its",)),
-    "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is in none of its",)),
+    "scales lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_scales")), (f"{GATE_UP}_scales is missing",)),
+    "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is missing",)),
     "cut": (
         tensors(lambda stored: stored.update({f"{GATE_UP}_blocks": stored[f"{GATE_UP}_blocks"][:, :, :, :8].clone()})),
         ("which are not blocks of 32",),

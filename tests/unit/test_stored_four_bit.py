@@ -177,17 +177,17 @@ def changed_group(form: str, **changes: Any) -> dict[str, Any]:
 
 INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "3 bits": (FORMS["gptq"] | {"bits": 3}, "gptq, 3 bits, and only 4 are read"),
+    "3 bits": (FORMS["gptq"] | {"bits": 3}, "gptq, 3 bits, but only 4 are supported"),
     "marlin": (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "version marlin, and only gptq and gptq_v2"),
-    "mixed bits": (FORMS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, 8 bits, and only 4 are read"),
-    "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, and only gemm are read"),
+    "mixed bits": (FORMS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, 8 bits, but only 4 are supported"),
+    "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, but only gemm are supported"),
     "w4a4": (
         changed_group("nvfp4", input_activations=INPUTS),
-        "inputs are quantized too, as in W4A4, and of",
+        "inputs are quantized too, as in W4A4, but only",
     ),
     "mxfp4": (
         changed_group("nvfp4", weights=INPUTS | {"strategy": "group", "group_size": 32}),
-        "4-bit floats by group of 32, and of 4 bits only",
+        "4-bit floats by group of 32, but only W4A16",
     ),
     "rotated": (announced("w4a16") | {"transform_config": {"config_groups": {"R1": {}}}}, "its inputs are rotated"),
     "sparse": (announced("w4a16") | {"sparsity_config": {"format": "marlin-24"}}, "its weights are sparse"),
@@ -265,12 +265,12 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "scales missing": (
         "gptq",
         tensors(lambda stored: stored.pop(f"{QUERY}.scales")),
-        f"{QUERY}.scales is in none of its files; download it again",
+        f"{QUERY}.scales is missing; download the model again",
     ),
     "divisor missing": (
         "nvfp4",
         tensors(lambda stored: stored.pop(f"{QUERY}.weight_global_scale")),
-        f"{QUERY}.weight_global_scale is in none of its files",
+        f"{QUERY}.weight_global_scale is missing",
     ),
     "other groups": (
         "awq",

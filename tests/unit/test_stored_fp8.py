@@ -242,8 +242,8 @@ def test_all_weights_cannot_be_trained_in_it(root: Path) -> None:
 
 PACKED = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq, 8 bits, and only 4 are read"),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv, and only gemm are read"),
+    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq, 8 bits, but only 4 are supported"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv, but only gemm are supported"),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8 of bitsandbytes"),
     "nvfp4": (
         {
@@ -251,8 +251,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
             "format": "nvfp4-pack-quantized",
             "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized, inputs are quantized too, as in W4A4, and of 4 bits only W4A16 "
-        "integers by group or channel and NVFP4 are read",
+        "compressed-tensors, nvfp4-pack-quantized, inputs are quantized too, as in W4A4, but only W4A16 integers by "
+        "group or channel and NVFP4 are supported in 4 bits",
     ),
     "int8": (
         {
@@ -307,7 +307,7 @@ def in_16_bits(stored: dict[str, torch.Tensor]) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "scales lost": (
         tensors(lambda stored: stored.pop(f"{QUERY}_scale_inv")),
-        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is in none of its files; download it again",),
+        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is missing; download the model again",),
     ),
     "blocks that do not divide": (
         announced(weight_block_size=[48, 48]),
@@ -319,7 +319,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "e5m2": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e5m2)})),
-        (f"{QUERY} is stored as F8_E5M2, and of 8 bits only e4m3 is read; use the 16-bit model",),
+        (f"{QUERY} is stored as F8_E5M2, but only e4m3 is supported in 8 bits; use the 16-bit model",),
     ),
     "not announced": (announced(), ("is stored in FP8, but config.json does not say so", "same model")),
     "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor is stored in it", "remove")),

@@ -93,8 +93,8 @@ def check_mxfp4_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shap
     for name in sorted(packed):
         blocks, scales = stored.get(name + BLOCKS), stored.get(name + SCALES)
         if blocks is None or scales is None:
-            lost = name + (SCALES if scales is None else BLOCKS)
-            raise UserError(f"{setting}: {lost} is in none of its files; download it again")
+            missing = name + (SCALES if scales is None else BLOCKS)
+            raise UserError(f"{setting}: {missing} is missing; download the model again")
         if "expert" not in name or len(blocks) != 4:
             raise UserError(f"{setting}: {name} is stored in MXFP4, but is not an expert; {ALIKE}")
         if blocks[3] * 2 != BLOCK or blocks[:3] != scales:

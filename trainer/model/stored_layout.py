@@ -161,7 +161,7 @@ def _add_tied(model: Any, layout: dict[str, Stored], base_model: str) -> dict[st
     missing = [name for name, each in parameters.items() if id(each) not in by_id and name not in tied]
     if missing:
         raise UserError(
-            f"base_model={base_model}: {len(missing)} weights are missing from its files (first: {missing[0]}); "
+            f"base_model={base_model}: {len(missing)} weights are missing (first: {missing[0]}); "
             "take config.json and weights from the same model, or download it again"
         )
     return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}

@@ -17,7 +17,7 @@ from trainer.config import UserError
 from trainer.model.model_kind import SCORE, has_score, is_mxfp4
 from trainer.model.mxfp4 import check_mxfp4_shapes, strip_quantization
 from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
-from trainer.model.stored_fp8 import SAME_MODEL, check_fp8_shapes, find_scales
+from trainer.model.stored_fp8 import SAME_MODEL_FIX, check_fp8_shapes, find_scales
 from trainer.model.stored_layout import BLOCKS, SCALES
 from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
@@ -52,7 +52,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
             raise UserError(
-                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL}, or "
+                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL_FIX}, or "
                 "download it again"
             ) from None
     return judge_loading(setting, model, found)
@@ -71,8 +71,8 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     if found["missing_keys"]:
         first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
         raise UserError(
-            f"{setting}: {count} of the {expected} weights of {name} as config.json describes it are in none of its "
-            f"files (first: {first}) and would be random; {SAME_MODEL}, or download it again"
+            f"{setting}: {count} of the {expected} weights that config.json describes for {name} are missing "
+            f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download it again"
         )
     if found["mismatched_keys"]:
         wrong = sorted(found["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
@@ -82,7 +82,7 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
             f"{tuple(has)}, config.json says {tuple(wanted)}); take both from the same model"
         )
     if extra:
-        raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
+        raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL_FIX}")
     left = sorted(found["unexpected_keys"], key=_natural_sort_key)
     return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
 
@@ -112,7 +112,7 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
     if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
-        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL}")
+        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL_FIX}")
     for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
