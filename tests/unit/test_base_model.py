@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         settings(num_hidden_layers=5),
         ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "would be random"),
     ),
-    "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, and the files have 1 more",)),
+    "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, but the files have 1 more",)),
     "vocabulary": (
         settings(vocab_size=500),
         ("2 of 21 weights do not fit config.json (first: lm_head.weight has shape (384, 64)", "says (500, 64)"),

@@ -60,7 +60,7 @@ MODELS_OF: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RATE, STEPS = 1e-2, 3
 LORA = {"r": 4, "alpha": 8.0}
-LEFT_OUT = ("the output head", "choice of experts", "choose experts", "never called")
+LEFT_OUT = ("the output head", "as routers do", "route tokens", "never called")
 
 
 def base_of(model_type: str, **changes: Any) -> Any:

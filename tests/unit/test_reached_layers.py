@@ -14,7 +14,7 @@ from trainer.model.base import context_length, empty_model, load_base_model
 from trainer.model.reached_layers import find_reached
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
 
-NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "choose experts"
+NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "route tokens"
 LEFT_OUT: dict[str, list[tuple[str, str]]] = {
     "afmoe": [("gate (3)", CHOOSE)],
     "bart": [("k_proj (2), out_proj (2), q_proj (2), v_proj (2)", NEVER)],

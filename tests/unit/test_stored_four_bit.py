@@ -210,10 +210,10 @@ def test_what_is_not_read_is_refused_in_one_line_with_the_reason(case: str) -> N
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": (
         {"adapter": "qlora"},
-        r"quant_type=nf4: would .* a second time .* stored in GPTQ; use adapter: lora, or use",
+        r"quant_type=nf4: .* already stored in GPTQ; use adapter: lora, or the",
     ),
-    "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* a second time"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; leave it out"),
+    "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* already stored"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; remove it"),
     "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of"),
     "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in GPTQ; use the 16-bit"),
 }

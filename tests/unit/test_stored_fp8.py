@@ -201,10 +201,10 @@ def run_config(base: Path, **settings: Any) -> RunConfig:
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": (
         {"adapter": "qlora"},
-        r"quant_type=nf4: .* second time .* stored in FP8; use adapter: lora, or quant",
+        r"quant_type=nf4: .* already stored in FP8; use adapter: lora, or quant",
     ),
-    "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* a second time"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; leave it out"),
+    "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; remove it"),
     "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; use the 16-bit"),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},

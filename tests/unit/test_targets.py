@@ -208,7 +208,7 @@ def test_unsupported_settings_of_experts_are_refused(case: str) -> None:
             {"target_parameters": ("experts.down_proj",)},
             "lora.target_parameters=experts.down_proj: this model has no exp",
         ),
-        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; leave it out"),
+        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; remove it"),
     ],
 )
 def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -> None:
@@ -227,4 +227,4 @@ def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
     }
     model = model_of("llama4_text", **text)
     assert build_exclusion_pattern(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
-    assert "without adapter: router (2): compute more than a product, such as a choice of experts" in lines(model)
+    assert "without adapter: router (2): compute more than a product, as routers do" in lines(model)

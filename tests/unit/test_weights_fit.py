@@ -114,5 +114,5 @@ def test_layers_beyond_the_last_are_refused_unless_they_predict_later_tokens(
     if not refused:
         assert len(check(tmp_path)) == 1
         return
-    with pytest.raises(UserError, match=f"describes 2 layers in model.layers, and the files have {layers} more"):
+    with pytest.raises(UserError, match=f"describes 2 layers in model.layers, but the files have {layers} more"):
         check(tmp_path)

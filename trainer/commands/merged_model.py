@@ -203,10 +203,10 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
         parts: dict[str, list[Tensor]] = {BLOCKS: [], SCALES: []}
         for index in range(len(merged)):
             blocks, scales = (files.read(stored.names[part][0], index)[0] for part in (BLOCKS, SCALES))
-            base = mxfp4.dequantized(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
+            base = mxfp4.dequantize(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
             wanted = merged[index].t().float()
-            after = mxfp4.quantized(wanted) if not torch.equal(wanted, base) else (blocks, scales)
-            written = mxfp4.dequantized(*after, torch.float32).view_as(wanted)
+            after = mxfp4.quantize(wanted) if not torch.equal(wanted, base) else (blocks, scales)
+            written = mxfp4.dequantize(*after, torch.float32).view_as(wanted)
             size += float(wanted.square().sum())
             changed += float((wanted - base).square().sum())
             lost += float((written - wanted).square().sum())

@@ -191,7 +191,7 @@ class PackedExperts(nn.Parameter):
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
-            return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
+            return mxfp4.dequantize(codes, scales, layout.dtype).view(layout.rows, layout.cols)
         return _dequantize_nf4(sections, index, layout)
 
 

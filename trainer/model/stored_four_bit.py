@@ -67,7 +67,7 @@ class FourBitForm:
         return is_in_layer and not any(is_match(path, each) for each in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
-        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index in TYPES (None: the usual one)."""
+        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index in TYPES, or None."""
         *experts, rows, cols = shape
         floats, group = int(self.name == "NVFP4"), self.group or cols
         scale = TYPES.index("F8_E4M3" if floats else "F16") if scale is None else scale
@@ -151,7 +151,8 @@ class FourBitFiles:
         for name, shape in self._plain.items():
             if self._types[name].startswith(("F8", "I8", "U8", "I32")) and len(shape) > 1:
                 raise UserError(
-                    f"{setting}: {name} is stored as {self._types[name]}, which {form.name} does not have; use the 16-bit model"
+                    f"{setting}: {name} is stored as {self._types[name]}, which {form.name} does not use; "
+                    "use the 16-bit model"
                 )
 
     def shapes(self) -> dict[str, Shape]:

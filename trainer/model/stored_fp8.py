@@ -225,7 +225,8 @@ def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> di
             continue
         if types[name] != E4M3:
             raise UserError(
-                f"{setting}: {name} is stored as {types[name]}, but only e4m3 is supported in 8 bits; use the 16-bit model"
+                f"{setting}: {name} is stored as {types[name]}, but only e4m3 is supported in 8 bits; use the "
+                "16-bit model"
             )
         if name not in scales:
             raise UserError(

@@ -24,7 +24,7 @@ from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
-from trainer.model.served_layers import NAMES, describe_exclusion, find_unapplied_layers
+from trainer.model.served_layers import SERVER_NAMES, describe_exclusion, find_unapplied_layers
 
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 EXPERT_NUMBERS = {name: number for number, name in EXPERT_NAMES.items()}
@@ -46,7 +46,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     factors = _rename_parts(factors, server, model_type)
     if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
-            f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
+            f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
             f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
     rank, scale = max(len(found.a_RI) for found in factors.values()), _common_scale(factors)
@@ -87,7 +87,7 @@ def _common_scale(factors: dict[str, Factors]) -> float:
 def check_applied(folder: Path, server: str) -> None:
     """Raise UserError for an adapter with DoRA or with anything but A and B of linear layers."""
     settings = read_adapter_settings(folder)
-    name = NAMES[server]
+    name = SERVER_NAMES[server]
     if settings.get("use_dora"):
         raise UserError(f"--format {server}: {name} does not support DoRA; {MERGED}")
     others = [
