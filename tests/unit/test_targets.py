@@ -83,7 +83,7 @@ def test_a_rank_beyond_the_layers_is_reported_and_beyond_all_of_them_refused(tmp
     check_targets(model, LoraSection(r=64))
     assert list_rank_warnings(LoraSection(r=8)) == []
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    said = f"adapter: r=4, as in {tmp_path}; lora.r=8 is for new adapters"
+    said = f"lora.r=8: ignored, the adapter at {tmp_path} has r=4"
     assert list_rank_warnings(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 
 
