@@ -261,7 +261,7 @@ class Run:
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self._stopped:
-            self.folder.print_how_to_resume(position.step)
+            self.folder.print_resume_command(position.step)
         else:
             self.folder.write_report(before, after)
         self.checkpoints.upload_result()

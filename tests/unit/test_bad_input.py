@@ -321,7 +321,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
     "output_dir=gone/run": ("output_dir=gone/run: gone is a link to nowhere-at-all, which does not exist",),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: has no adapter_config.json",),
-    "output_dir=run": ("output_dir=run: holds files of something else (adapter_config.json)", "use a new folder"),
+    "output_dir=run": ("output_dir=run: contains files that no run wrote (adapter_config.json)", "use a new folder"),
     "output_dir=model": ("output_dir=model: is also base_model", "use a separate folder"),
     "output_dir=model ; output.overwrite=true": ("output_dir=model: is also base_model",),
     "output_dir=. ; output.overwrite=delete": ("output_dir=.: contains base_model (model)",),

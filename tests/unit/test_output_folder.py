@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_free, check_output_folder, find_obstacle
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, find_obstacle
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
@@ -51,7 +51,7 @@ def config(output_dir: str = "out", **changes: object) -> RunConfig:
 def refusal(settings: RunConfig) -> str:
     with pytest.raises(UserError) as refused:
         check_output_folder(settings)
-        check_free(settings)
+        check_no_conflict(settings)
     assert refused.value.exit_code == 2
     return str(refused.value)
 
@@ -87,7 +87,7 @@ write_run_record(Path("out"), {settings.model_dump_json()!r}, 1, "cpu", "fp32")
     )
     assert "OSError" in done.stderr and contents(folder) == {}
     check_output_folder(settings)
-    check_free(settings)
+    check_no_conflict(settings)
     a_run(folder, "adapter_model.safetensors")
     assert holds_run(folder)
 
@@ -102,10 +102,10 @@ PLACES = {
     "cache": "is also dataset.cache_dir",
     "cache/run": "is inside dataset.cache_dir",
     "../home/me": "is your home folder",
-    "../home": "is above your home folder",
-    "/": "is above your home folder",
+    "../home": "contains your home folder",
+    "/": "contains your home folder",
     "checkout": "is a git checkout",
-    "project": "holds files of something else (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "project": "contains files that no run wrote (README.md, adapter_utils.py, metrics.jsonl, ...)",
     "data/train.jsonl": "data/train.jsonl is a file",
     "data/train.jsonl/x": "data/train.jsonl is a file",
     "dangling": "dangling is a link to nowhere, which does not exist",
@@ -114,7 +114,7 @@ PLACES = {
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
-    "/proc/run": "/proc is on no disk",
+    "/proc/run": "/proc is on a file system without storage",
     "odd": "logs is a file",
 }
 
@@ -162,11 +162,11 @@ def test_a_read_only_disk_and_a_full_one(place: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
-        assert "is mounted read-only" in refusal(config("disk/run"))
+        assert "is on a read-only file system" in refusal(config("disk/run"))
         subprocess.run(["mount", "-o", "remount,rw,size=2g", str(disk)], check=True)
         a_run(disk, "adapter_model.safetensors")
-        assert "cannot move a run out of a mounted disk" in refusal(config("disk", output={"overwrite": True}))
-        check_free(config("disk", output={"overwrite": "delete"}))
+        assert "cannot move a run out of a mount point" in refusal(config("disk", output={"overwrite": True}))
+        check_no_conflict(config("disk", output={"overwrite": "delete"}))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -190,7 +190,7 @@ def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -
     for name in left:
         (place / "out" / name).mkdir(parents=True)
     check_output_folder(config())
-    check_free(config())
+    check_no_conflict(config())
 
 
 def test_the_advice_is_one_that_works(place: Path) -> None:

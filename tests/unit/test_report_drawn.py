@@ -27,5 +27,5 @@ def test_a_page_that_cannot_be_drawn_ends_no_finished_run(tmp_path: Path, monkey
 
     monkeypatch.setattr(trainer.checkpoint.run_folder, "write_report", broken)
     said = train(make_ground(tmp_path))
-    assert "not drawn: ValueError: math domain error; the run is complete" in said
+    assert "not written: ValueError: math domain error; the run is complete" in said
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()

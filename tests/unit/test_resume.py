@@ -334,7 +334,7 @@ def test_pissa_resumes_in_another_folder(ground: Path, tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "moved" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
-    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot continue without it"):
+    with pytest.raises(UserError, match="whole/initial_adapter: is missing, but the run cannot continue without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
 
 

@@ -150,7 +150,7 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-        write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
+        write_weights = self._folder.build_weights_writer(engine, weights, must_have_moved=has_moved(schedule))
         rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:

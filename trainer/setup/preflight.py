@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
-from trainer.checkpoint.output_folder import check_free, check_output_folder
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
@@ -97,7 +97,7 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
         return
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     if to_train:
-        check_free(config)
+        check_no_conflict(config)
 
 
 def prepare_to_resume(
