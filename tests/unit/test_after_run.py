@@ -163,7 +163,7 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
 
 ALL = (evaluate, generate, merge, push)
 BAD_FOLDERS = [
-    *[(module, "not a run", "not the folder of a run") for module in ALL],
+    *[(module, "not a run", "is not the folder of a run") for module in ALL],
     *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
     *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: is missing") for module in ALL],

@@ -224,7 +224,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
         run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5/state.json")
         (run / "notes.txt").write_text("mine")
         before = contents(run)
-        assert clear_folder(run, True) == f"the earlier run is now {place / expected}"
+        assert clear_folder(run, True) == f"moved the earlier run to {place / expected}"
         assert contents(place / expected) == before
         assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
         assert holds_run(place / expected)

@@ -142,7 +142,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, None for the chat template; `raw` and `chat` override the trained one."""
+    """Return the format of plain-text prompts, None for the chat template; `raw` and `chat` override training."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
