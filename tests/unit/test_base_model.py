@@ -88,7 +88,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     # weights against config.json
     "more layers": (
         settings(num_hidden_layers=5),
-        ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "would be random"),
+        ("27 of the 48 weights", "for LlamaForCausalLM are missing", "(first: model.layers.2.", "would be random"),
     ),
     "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, but the files have 1 more",)),
     "vocabulary": (

@@ -148,7 +148,7 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is missing",)),
     "cut": (
         tensors(lambda stored: stored.update({f"{GATE_UP}_blocks": stored[f"{GATE_UP}_blocks"][:, :, :, :8].clone()})),
-        ("which are not blocks of 32",),
+        ("which do not form blocks of 32",),
     ),
     "an expert less": (
         tensors(lambda stored: stored.update({n: v[:3].clone() for n, v in stored.items() if n.startswith(GATE_UP)})),

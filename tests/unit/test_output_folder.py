@@ -216,7 +216,9 @@ def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
     check_output_folder(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
-    assert "something else (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
+    assert "files that no run wrote (checkpoint-5, thesis.tex)" in refusal(
+        config(training={"resume_from_checkpoint": "latest"})
+    )
 
 
 def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:

@@ -222,7 +222,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
     shown = train(ground, **again, training__max_steps=3)
-    expected = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
+    expected = "checkpoints after step 2 belong to the earlier run and were renamed: abandoned-checkpoint-4"
     assert shown.count(expected) == 1
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert find_damage(run_dir / "abandoned-checkpoint-4") is None

@@ -178,7 +178,7 @@ def changed_group(form: str, **changes: Any) -> dict[str, Any]:
 INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "3 bits": (FORMS["gptq"] | {"bits": 3}, "gptq, 3 bits, but only 4 are supported"),
-    "marlin": (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "version marlin, and only gptq and gptq_v2"),
+    "marlin": (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "version marlin, but only gptq and gptq_v2"),
     "mixed bits": (FORMS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, 8 bits, but only 4 are supported"),
     "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, but only gemm are supported"),
     "w4a4": (
@@ -215,7 +215,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* already stored"),
     "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; remove it"),
     "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of"),
-    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in GPTQ; use the 16-bit"),
+    "qat": (
+        {"training": {"qat": "int8"}},
+        r"training.qat=int8: rounds 16-bit weights, .* stored in GPTQ; use the 16-bit",
+    ),
 }
 
 
@@ -299,7 +302,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "other bytes": (
         "w4a16",
         tensors(lambda stored: stored.update({"lm_head.weight": torch.ones(384, 64, dtype=torch.uint8)})),
-        "lm_head.weight is stored as U8, which is not part of W4A16",
+        "lm_head.weight is stored as U8, which W4A16 does not use",
     ),
 }  # fmt: skip
 
@@ -319,7 +322,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) 
 def test_columns_in_another_order_than_config_json_says_are_found(tmp_path: Path) -> None:
     folder = store_in_four_bits(make_model(tmp_path / "model"), "act-order")
     announce(desc_act=False)(folder)
-    with pytest.raises(UserError, match=r"g_idx is not in order, but config.json says so; take config.json"):
+    with pytest.raises(UserError, match=r"g_idx is not ascending, but config.json says so; take config.json"):
         load(folder)
 
 

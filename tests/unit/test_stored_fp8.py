@@ -205,7 +205,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
     "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; remove it"),
-    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; use the 16-bit"),
+    "qat": (
+        {"training": {"qat": "int8"}},
+        r"training.qat=int8: rounds 16-bit weights, .* stored in FP8; use the 16-bit",
+    ),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",

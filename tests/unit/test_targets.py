@@ -172,8 +172,8 @@ def test_the_rank_of_experts_is_that_of_all_layers_a_number_or_divided_by_those_
 
 
 OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: an expert of this model is 32 wide"),
-    "rank of all": ({"r": 40}, r"lora.r=40: an expert of this model is 32 wide.*r/top_k is 20 here"),
+    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: a rank above the width 32 of an expert"),
+    "rank of all": ({"r": 40}, r"lora.r=40: a rank above the width 32 of an expert.*r/top_k is 20 here"),
     "dora": ({"dora": True}, r"lora.dora=true: not supported for experts.*lora.experts: false"),
     "init": ({"init": "pissa"}, r"lora.init=pissa: not supported for experts.*lora.experts: false"),
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),

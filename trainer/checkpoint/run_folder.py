@@ -29,7 +29,7 @@ from trainer.contract.rank_arguments import resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
-from trainer.monitor.report.model_card import CARD, is_own_card
+from trainer.monitor.report.model_card import CARD, is_users_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, format_end_summary, record_answer, write_report
@@ -244,6 +244,6 @@ class RunFolder:
 
     def _write_card(self, result: Path) -> None:
         """Write the model card unless the user wrote one."""
-        if self._config.adapter != "none" and not is_own_card(self.path / CARD):
+        if self._config.adapter != "none" and not is_users_card(self.path / CARD):
             card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

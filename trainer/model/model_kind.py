@@ -114,7 +114,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     class_name = (getattr(model_config, "architectures", None) or [""])[0] or ""
     if class_name.endswith(OTHER_HEADS) and not (may_score and has_score(model_config)):
         raise UserError(
-            f"{setting}: config.json names {class_name}, not a next-token predictor; use a causal language model"
+            f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
     auto = auto_class(model_config)
     auto_map = getattr(model_config, "auto_map", None)

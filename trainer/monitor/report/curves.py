@@ -1,4 +1,4 @@
-"""Metrics as series over the steps, their running means, and the held-out losses of a run."""
+"""Extract metrics as series over the steps, their running means, and the held-out losses of a run."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """The unit in which a task (trainer/tasks/task.py) counts its batches, and its labels."""
+    """The unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
 
     name: str
     samples: str
@@ -26,7 +26,7 @@ class BatchUnit:
 
     @property
     def rate(self) -> str:
-        """Name of the metric with the throughput of a rank."""
+        """Name of the metric for the throughput of a rank."""
         return f"perf/{self.name}_per_second_per_gpu"
 
 
@@ -38,7 +38,7 @@ IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the run: optimizer steps and values, NaN where the value was not finite."""
+    """A metric over the run: optimizer steps and values, NaN for non-finite values."""
 
     steps: Values
     values: Values
@@ -47,13 +47,13 @@ class Series:
         return len(self.steps)
 
     def finite(self) -> "Series":
-        """Return the series without the steps where it is NaN."""
+        """Return the series without NaN values."""
         kept = np.isfinite(self.values)
         return Series(self.steps[kept], self.values[kept])
 
 
 def extract_series(records: list[Record], name: str) -> Series:
-    """Return the values of a metric by step; the last record of a step counts."""
+    """Return a metric as a series, with the last record of each step."""
     by_step = {record["step"]: record[name] for record in records if name in record}
     ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
     pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
@@ -62,7 +62,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out losses of a run. `after` is the loss of the saved weights, which are from step `kept_step`."""
+    """The held-out losses of a run; `after` is that of the saved weights, from step `kept_step`."""
 
     before: float
     after: float
@@ -84,7 +84,7 @@ class HeldOut:
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
-    """Return the unit of a run's batches: tokens, also of pairs or labeled answers, or images."""
+    """Return the unit of a run's batches: tokens (of text, pairs or labeled answers) or images."""
     if any("train/rewards/chosen" in record or "train/rewards/rejected" in record for record in records):
         return LABELED if any("train/kl" in record for record in records) else PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
@@ -101,12 +101,12 @@ def running_mean(values: Values, window: int) -> Values:
 
 
 def choose_window(count: int) -> int | None:
-    """Return the odd window of the running mean for a number of records; None if they are too few."""
+    """Return the odd window of the running mean for `count` records; None if there are too few."""
     return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
 
 
-def held_out_label(records: list[Record]) -> str:
-    """Return the legend of the held-out losses, with the losses before and after training, or the only one."""
+def format_held_out_label(records: list[Record]) -> str:
+    """Return the legend of the held-out losses, with the values before and after training."""
     held_out = HeldOut.from_records(records)
     if held_out is None:
         return ", ".join(

@@ -1,4 +1,4 @@
-"""The report of a run: the page RUN/report.html."""
+"""Write the report of a run, RUN/report.html."""
 
 import math
 import shlex
@@ -44,18 +44,18 @@ FILES = (*RESULTS, "training_config.json", "run.json", "metrics.jsonl", "logs")
 SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 SHORT_PHASE = 0.01
-"""Phases below this fraction of the time are shown as one."""
+"""Phases below this fraction of the total time are combined."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` and return its path. Raises UserError if the run has no metrics."""
     records = read_metrics(run_dir)
     if not records:
-        raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+        raise UserError(f"{run_dir}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = read_settings(run_dir), read_run(run_dir)
     scu = config.get("scu", {})
-    # The other laws' deadband is a ratio, too narrow to be drawn.
+    # The deadband of other laws is a ratio, too narrow to be visible.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
     shown = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
     tables = build_summary_tables(records, config, run)
@@ -106,7 +106,7 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
 def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """Return the change of the held-out loss, the output paths, and commands to run next."""
+    """Return lines with the change of the held-out loss, the output paths, and commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
@@ -134,12 +134,12 @@ def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
 
 
 def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return (phase, seconds, fraction of the time), longest first, and the short ones as one."""
-    whole = sum(times.values()) or 1.0
+    """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
+    total = sum(times.values()) or 1.0
     found = sorted(times.items(), key=lambda item: -item[1])
-    short = [seconds for _, seconds in found if seconds < SHORT_PHASE * whole]
+    short = [seconds for _, seconds in found if seconds < SHORT_PHASE * total]
     shown = [*found[: len(found) - len(short)], *([("others", sum(short))] if short else [])]
-    return [(name, seconds, seconds / whole) for name, seconds in shown]
+    return [(name, seconds, seconds / total) for name, seconds in shown]
 
 
 def metric_values(records: list[Record], name: str) -> list[float]:
@@ -149,9 +149,9 @@ def metric_values(records: list[Record], name: str) -> list[float]:
 
 
 def training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without pauses between interruption and resumption.
+    """Return the seconds from the first record to the last, without the pauses before the run was resumed.
 
-    A gap is a pause if it exceeds ten times the duration of its steps by more than ten minutes.
+    A gap is a pause if it exceeds ten times the expected duration of its steps by more than ten minutes.
     """
     seconds = 0.0
     for before, after in pairwise(record for record in records if record.get("time") is not None):
@@ -168,19 +168,19 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     shown = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
-    # The losses of single batches depend more on their texts than on the training.
+    # The loss of a single batch depends more on its text than on training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
-    of = f", means of {count} records" if count > 1 else ""
+    note_means = f", means of {count} records" if count > 1 else ""
     kept = f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
-    for label, values, note in (("held-out loss", compared, kept), ("training loss", means, of)):
+    for label, values, note in (("held-out loss", compared, kept), ("training loss", means, note_means)):
         if len(values) > 1:
             shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
-        each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", each))
+        note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
+        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
     memory = metric_values(records, "memory/peak_gib")
     if memory:
         shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
@@ -192,7 +192,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
 def build_summary_tables(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the summary tables as (title, rows of name and value), without what the run did not record."""
+    """Return the summary tables as (title, rows of name and value), without rows that lack a record."""
     names = sorted({name for record in records for name in record})
     known: dict[str, Any] = {
         "config": config,
@@ -223,7 +223,7 @@ def _fill_row(name: str, value: str, known: Mapping[str, Any]) -> tuple[str, str
 
 
 def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the metrics that were measured before and after training, other than the loss."""
+    """Return rows for the metrics, other than the loss, measured before and after training."""
     found = {
         name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
         for name in names
@@ -250,7 +250,7 @@ def _data_names(data: Mapping[str, Any]) -> str:
 
 
 def median_rate(records: list[Record]) -> float | None:
-    """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
+    """Return the median tokens or images per second of a rank; the slow first step does not affect it."""
     rates = metric_values(records, find_unit(records).rate)
     return statistics.median(rates) if rates else None
 
