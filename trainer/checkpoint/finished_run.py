@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
 from contextlib import suppress
@@ -109,7 +110,7 @@ def _read_config(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
-    if started_in and _exists(Path(started_in) / "."):
+    if started_in and os.path.isdir(started_in):
         settings = _resolve_paths(settings, Path(started_in))
     try:
         return RunConfig.model_validate_json(json.dumps(settings))
@@ -122,15 +123,8 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
         return {key: _resolve_paths(inner, folder, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [_resolve_paths(inner, folder, name) for inner in value]
-    is_input = name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value)
+    is_input = name in INPUTS and isinstance(value, str) and "\n" not in value and os.path.exists(folder / value)
     return str(folder / value) if is_input else value
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a path
-        return False
 
 
 def saved_tokenizer(run: FinishedRun) -> Any:

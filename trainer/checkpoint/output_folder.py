@@ -3,7 +3,6 @@
 Writes nothing, except that the folder of a run on an object store is copied here first.
 """
 
-import errno
 import os
 import shutil
 import stat
@@ -193,16 +192,8 @@ def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
         *((f"dataset.mix.{index}.path", source.path) for index, source in enumerate(data.mix)),
         ("dataset.chat_template", data.chat_template),
     ]
-    existing = [(name, Path(text).expanduser()) for name, text in inputs if text and _exists(text)]
+    # os.path takes any text, such as a chat template or a name on the hub.
+    paths = [(name, Path(os.path.expanduser(text))) for name, text in inputs if text]
+    existing = [(name, path) for name, path in paths if os.path.exists(path)]
     caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the hub's cache", Path(HF_HUB_CACHE))]
     return [*existing, *caches]
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        # Not a path but a chat template, or a name on the hub.
-        if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
-            raise
-        return False

@@ -72,7 +72,11 @@ def open_console(
     screen_fd = _open_screen(console_path) if rank == 0 else None
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    _redirect_output(log_path)
+    append_output_to(log_path)
+    # Open new line-buffered streams: the old ones buffer blocks if they were opened on a pipe.
+    sys.stdout = forgiving_stream(1)
+    sys.stderr = forgiving_stream(2, "backslashreplace")
+    faulthandler.enable(file=sys.stderr)
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
     if screen_fd is None:
@@ -188,11 +192,3 @@ def append_output_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _redirect_output(log_path: Path) -> None:
-    append_output_to(log_path)
-    # Open new line-buffered streams: the old ones buffer blocks if they were opened on a pipe.
-    sys.stdout = forgiving_stream(1)
-    sys.stderr = forgiving_stream(2, "backslashreplace")
-    faulthandler.enable(file=sys.stderr)

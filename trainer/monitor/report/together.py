@@ -38,9 +38,7 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer")
-    runs = [_read(folder) for folder in folders]
-    names = _unique_names(folders)
-    runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    runs = [_read(folder, name) for folder, name in zip(folders, _unique_names(folders), strict=True)]
     check_output_file(page, str(page))
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
@@ -71,12 +69,11 @@ def _last_tenth(losses: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def _read(folder: Path) -> RunData:
+def _read(folder: Path, name: str) -> RunData:
     records = read_metrics(folder)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
-    answers = read_answers(folder / ANSWERS)
-    return RunData(folder.name, records, read_settings(folder), answers)
+    return RunData(name, records, read_settings(folder), read_answers(folder / ANSWERS))
 
 
 def _unique_names(folders: Sequence[Path]) -> list[str]:

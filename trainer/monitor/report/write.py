@@ -211,15 +211,12 @@ def build_summary_tables(
     recorded = {"Model and data": config, "Ran on": run}
     tables = []
     for title, templates in SUMMARY.items():
-        rows = [_fill_row(name, text, known) for name, text in templates.items()] if recorded.get(title, True) else []
+        shown = templates.items() if recorded.get(title, True) else ()
+        rows = [(Template(name).render(known), Template(text).render(known)) for name, text in shown]
         if title == "Results":
             rows += _score_rows(records, names)
         tables.append((title, [row for row in rows if row[1]]))
     return [(title, rows) for title, rows in tables if rows]
-
-
-def _fill_row(name: str, value: str, known: Mapping[str, Any]) -> tuple[str, str]:
-    return Template(name).render(known), Template(value).render(known)
 
 
 def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
