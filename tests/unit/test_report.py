@@ -302,7 +302,7 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     assert np.isnan(extract_series(records, "train/loss").values).tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "does not exist"), ("", "no step has finished yet")])
+@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "no step has finished yet")])
 def test_a_run_without_metrics_is_a_clear_error(
     tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

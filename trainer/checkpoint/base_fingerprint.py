@@ -59,10 +59,10 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 def _find_external_code(folder: Path) -> dict[str, Path]:
     """Return the cached folders of code in other repositories, which `auto_map` names `owner/repo--module.Class`."""
     settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
-    named = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
+    references = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
     return {
         f"{repository}/": cached
-        for repository, module in named
+        for repository, module in references
         if (cached := cached_folder(repository, f"{module}.py", "main"))
     }
 

@@ -186,7 +186,7 @@ class Position:
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
         """Undo `to_dict`, ignoring unknown keys."""
-        known = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
-        if known.get("best_loss") is None:
-            known["best_loss"] = math.inf
-        return cls(**known)
+        fields = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
+        if fields.get("best_loss") is None:
+            fields["best_loss"] = math.inf
+        return cls(**fields)

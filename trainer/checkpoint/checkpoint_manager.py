@@ -111,8 +111,8 @@ class CheckpointManager:
     def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
-            found = build_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
-            self._identity = found.model_dump()
+            identity = build_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+            self._identity = identity.model_dump()
         return self._identity
 
     @phase("save")

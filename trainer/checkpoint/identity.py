@@ -174,10 +174,10 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
         return []
     then = recorded_identity(folder)
     if then is None:
-        named = read_adapter_settings(folder).get("base_model_name_or_path")
-        if not named or Path(named).name.lower() == Path(config.base_model).name.lower():
+        base_name = read_adapter_settings(folder).get("base_model_name_or_path")
+        if not base_name or Path(base_name).name.lower() == Path(config.base_model).name.lower():
             return []
-        return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
+        return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, and base_model is {config.base_model}"]
     now = build_identity(_without_adapter_path(config), None, None, None)
     # Leave out the chat template: an adapter may be trained on text first, and then on conversations.
     now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})

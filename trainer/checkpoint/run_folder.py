@@ -136,20 +136,20 @@ class RunFolder:
         """Write the records of the SCU."""
         self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
-    def _write_optional(self, what: str, write: Callable[[], object]) -> None:
+    def _write_optional(self, label: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
             self.check()
-            with self.tolerate_full_disk(what):
+            with self.tolerate_full_disk(label):
                 write()
 
     @contextmanager
-    def tolerate_full_disk(self, what: str) -> Iterator[None]:
+    def tolerate_full_disk(self, label: str) -> Iterator[None]:
         """Warn and continue if the disk is full while writing a file that the result does not need."""
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
             yield
         if failures:
-            self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
+            self._say(f"[yellow]warning:[/yellow] {label}: not written: {escape(failures[0])}")
 
     @phase("save")
     def save_result(

@@ -207,10 +207,10 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
     layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
-    known = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
-    known = known if isinstance(known, dict) else {layers[0]: known}
+    rows_by_layer = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
+    rows_by_layer = rows_by_layer if isinstance(rows_by_layer, dict) else {layers[0]: rows_by_layer}
     for layer in layers:
-        if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in known.items()):
+        if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in rows_by_layer.items()):
             raise UserError(
                 f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
                 "them; add tokens in the run that creates the adapter"

@@ -34,14 +34,14 @@ class Adapter:
 
 
 def adapted_forward(
-    experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
+    experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **kwargs: Any
 ) -> Tensor:
     """Compute `experts` from the arguments of its forward, with adapters by tensor name."""
     compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
-        index = next(iter(named.values())) if index is None else index
-        weights = list(named.values())[-1] if weights is None else weights
+        index = next(iter(kwargs.values())) if index is None else index
+        weights = list(kwargs.values())[-1] if weights is None else weights
         operands = _build_weight_operands(experts, hidden)
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))

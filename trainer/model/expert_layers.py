@@ -47,9 +47,9 @@ def _find_unknown_parts(experts: nn.Module) -> set[str]:
     """Return the names of parameters and submodules that our forward would ignore."""
     parameters = {name for name, _ in experts.named_parameters(recurse=False)}
     submodules = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
-    known = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
-    known |= {"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set()
-    return (parameters | submodules) - known
+    supported = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
+    supported |= {"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set()
+    return (parameters | submodules) - supported
 
 
 def expert_names(module: nn.Module) -> list[str]:

@@ -81,9 +81,9 @@ def list_expert_aliases(model: nn.Module) -> list[str]:
     return [alias for path, module in layers for name in expert_names(module) for alias in list_aliases(path, name)]
 
 
-def matches_aliases(target: str, known: list[str]) -> bool:
+def matches_aliases(target: str, aliases: list[str]) -> bool:
     """Return whether a name in the settings matches one of a tensor's aliases."""
-    return any(matches_path(target, alias) for alias in known)
+    return any(matches_path(target, alias) for alias in aliases)
 
 
 def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None) -> None:

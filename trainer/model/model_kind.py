@@ -75,8 +75,8 @@ def auto_class(model_config: Any) -> Any:
         return AutoModelForSequenceClassification
     kind, has_parts = type(model_config), model_config.get_text_config() is not model_config
     is_text_only = kind in AutoModelForCausalLM._model_mapping and not has_parts
-    known = kind in AutoModelForMultimodalLM._model_mapping
-    return AutoModelForMultimodalLM if known and not is_text_only else AutoModelForCausalLM
+    is_multimodal = kind in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if is_multimodal and not is_text_only else AutoModelForCausalLM
 
 
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:

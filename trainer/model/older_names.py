@@ -72,10 +72,10 @@ def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     from peft import LoraConfig
 
     translate = require(conversion, "convert_peft_adapter_state_dict_for_transformers", "peft")
-    known = list(names)
-    numbers = {name: torch.tensor([number], device="cpu") for number, name in enumerate(known)}
+    file_names = list(names)
+    numbers = {name: torch.tensor([number], device="cpu") for number, name in enumerate(file_names)}
     translated = translate(model, LoraConfig(), numbers).items()
-    return {known[int(number)]: name for name, number in translated if number.numel() == 1}
+    return {file_names[int(number)]: name for name, number in translated if number.numel() == 1}
 
 
 def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:

@@ -35,17 +35,17 @@ def build_random_config(base_model: str) -> Any:
 
     settings = parse_shape_settings(base_model)
     model_type = settings.pop("model_type")
-    known = AutoConfig.for_model(model_type)
+    default_config = AutoConfig.for_model(model_type)
     published = parse_shape_settings(base_model.split(",")[0])
     others = {*UNDECLARED, *published}
-    unknown = [key for key in settings if not hasattr(known, key) and key not in others]
+    unknown = [key for key in settings if not hasattr(default_config, key) and key not in others]
     if unknown:
         raise UserError(
             f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration; remove it"
         )
     for key, value in settings.items():
         if key not in published or published[key] != value:
-            settings[key] = _check_value(base_model, key, value, known)
+            settings[key] = _check_value(base_model, key, value, default_config)
     _resize_layer_lists(settings, published)
     # Use the ids of the byte tokenizer, which has only 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
@@ -70,14 +70,14 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
             settings[key] = [value[index % len(value)] for index in range(int(layers or 0))]
 
 
-def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
+def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
     """Return the value of a setting, integral floats as int. Raises UserError for a wrong type or range."""
-    usual = getattr(known, key, 1e4)  # the undeclared settings are numbers
-    if isinstance(usual, bool) or not isinstance(usual, (int, float)) or key == "rope_scaling":
+    default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
+    if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {usual}")
-    if isinstance(usual, int):
+        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {default}")
+    if isinstance(default, int):
         limit = MAX_LAYERS if key == "num_hidden_layers" else MAX_VALUE
         if not 1 <= value <= limit or value != int(value):
             raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {limit:,}")

@@ -120,9 +120,9 @@ def _fill_parameters(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(content, requires_grad=False))
 
 
-def _sum_inputs(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+def _sum_inputs(hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
     """Return a tensor that depends on the hidden states and routing weights of experts."""
-    floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+    floats = [each for each in (*others, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     return hidden + sum(each.sum() for each in floats)
 
 

@@ -19,16 +19,18 @@ from trainer.model.older_names import find_expert_like_names, map_saved_names
 from trainer.model.targets import Targets
 
 
-def check_separate_weights(adapted: Any, what: str) -> None:
+def check_separate_weights(adapted: Any, prefix: str) -> None:
     """Raise UserError if two adapted layers share a weight, as in Zamba: it cannot hold both updates."""
     from peft.tuners.lora import LoraLayer
 
-    base, known = adapted.get_base_model(), dict[int, str]()
+    base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
     for path, layer in base.named_modules(remove_duplicate=False):
         if isinstance(layer, LoraLayer) and (weight := getattr(layer.get_base_layer(), "weight", None)) is not None:
-            if (other := known.setdefault(id(weight), path)) != path and base.get_submodule(other) is not layer:
+            if (other := paths_by_weight.setdefault(id(weight), path)) != path and base.get_submodule(
+                other
+            ) is not layer:
                 raise UserError(
-                    f"{what}: {other} and {path} have separate adapters but share a weight, which cannot hold both; "
+                    f"{prefix}: {other} and {path} have separate adapters but share a weight, which cannot hold both; "
                     "use the adapter with PEFT"
                 )
 
@@ -84,8 +86,8 @@ def load_adapter(
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        what = misfit or f"{folder}: does not fit this base model"
-        raise UserError(f"{what}: {'; '.join(reason.strip().splitlines()[:2])}") from error
+        prefix = misfit or f"{folder}: does not fit this base model"
+        raise UserError(f"{prefix}: {'; '.join(reason.strip().splitlines()[:2])}") from error
     return adapted if trainable else adapted.eval()
 
 

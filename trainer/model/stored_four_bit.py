@@ -89,16 +89,21 @@ def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
 
 
 def _parse_columns(settings: dict[str, Any], method: Any) -> FourBitForm | str:
-    known = ("gptq", "gptq_v2") if method == "GPTQ" else ("gemm",)
-    version = str(next(filter(None, map(settings.get, ("checkpoint_format", "version", "format"))), known[0])).lower()
+    supported = ("gptq", "gptq_v2") if method == "GPTQ" else ("gemm",)
+    version = str(
+        next(filter(None, map(settings.get, ("checkpoint_format", "version", "format"))), supported[0])
+    ).lower()
     version = "marlin" if settings.get("is_marlin_format") else version
     version = "llm-awq" if settings.get("backend") == "llm-awq" else version
     rules: dict[str, dict[str, Any] | None] = settings.get("dynamic") or {}
-    bits = {settings.get("bits", settings.get("w_bit")), *((own or {}).get("bits", 4) for own in rules.values())}
+    bits = {
+        settings.get("bits", settings.get("w_bit")),
+        *((rule_settings or {}).get("bits", 4) for rule_settings in rules.values()),
+    }
     if bits != {4}:
         return f"{' and '.join(sorted(map(str, bits - {4})))} bits, but only 4 are supported"
-    if version not in known:
-        return f"version {version}, but only {' and '.join(known)} are supported"
+    if version not in supported:
+        return f"version {version}, but only {' and '.join(supported)} are supported"
     excluded = settings.get("modules_to_not_convert") or (f"re:{rule[2:]}" for rule in rules if rule.startswith("-:"))
     group, ordered = max(0, settings.get("group_size", 128) or 0), bool(settings.get("desc_act"))
     return FourBitForm(method, group, True, tuple(excluded), ordered, int(version == "gptq"))
@@ -120,7 +125,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
         "its inputs are rotated (transform_config)": bool(settings.get("transform_config")),
         f"4-bit {kind}s by {strategy} of {group}": not is_read,
     }
-    if fault := next((fault for fault, found in faults.items() if found), ""):
+    if fault := next((fault for fault, applies in faults.items() if applies), ""):
         return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
     if kind == "float":
         return FourBitForm("NVFP4", group, False, excluded)
@@ -204,13 +209,13 @@ class FourBitFiles:
                     value = value[..., 0, :]
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
-    def requantize(self, name: str, wanted: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Round `wanted` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
+    def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
         scale = (scale / parts["divisors"] if layout.divided else scale)[:, order]
-        steps = torch.where(scale == 0, 0.0, wanted / scale)
+        steps = torch.where(scale == 0, 0.0, target / scale)
         zero = parts["zeros"][:, order].float() if layout.zeros else 8.0
         codes = nearest_codes(steps) if layout.floats else (steps + zero).round().clamp(0, 15).to(torch.uint8)
         names = [f"{path}.{part}" for part in self._parts.values()]

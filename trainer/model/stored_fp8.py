@@ -187,9 +187,9 @@ class Fp8Files:
         raw = self._files.read(scale, index if len(shape) > 2 and self._shapes[scale] else None).float()
         if _has_row_scales(shape, self._shapes[scale]):
             return raw.reshape(*matrices, -1, 1).expand(*matrices, shape[-2], -(-shape[-1] // block[1])).contiguous()
-        for axis, stored, wanted in ((-2, self._block[0], block[0]), (-1, self._block[1], block[1])):
-            if stored != wanted:
-                indices = torch.arange(-(-shape[axis] // wanted)) * wanted // stored
+        for axis, stored, target_size in ((-2, self._block[0], block[0]), (-1, self._block[1], block[1])):
+            if stored != target_size:
+                indices = torch.arange(-(-shape[axis] // target_size)) * target_size // stored
                 raw = raw.index_select(axis, indices)
         return raw
 
@@ -206,7 +206,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     """Map each FP8 tensor that has scales to the name of its scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
-    return {name: found[0] for name, found in names.items() if found}
+    return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:

@@ -124,13 +124,13 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     converters_by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    known, prefix, shape_model = model.state_dict(), model.base_model_prefix, _Shapes(model)
+    model_names, prefix, shape_model = model.state_dict(), model.base_model_prefix, _Shapes(model)
     names: dict[str, dict[str, list[str]]] = {}
     for name in sorted(shapes, key=dot_natural_key):
-        key, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if key not in known and name in known:
-            key, pattern = rename_source_key(name, [], [], prefix, known)
-        if key in known:
+        key, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
+        if key not in model_names and name in model_names:
+            key, pattern = rename_source_key(name, [], [], prefix, model_names)
+        if key in model_names:
             patterns = names.setdefault(key, {})
             if pattern is None or pattern in converters_by_pattern:
                 patterns.setdefault(pattern or key, []).append(name)

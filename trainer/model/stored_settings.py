@@ -47,8 +47,8 @@ def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> Non
         is_packed = is_linear(module) and module is not head and (form is None or form.holds(path))
         for name in config.lora.modules_to_save if is_packed else ():
             if f".{name}." in f".{path}.":
-                how = f"stored in {form.name}" if form else f"quantized to {config.quantization.quant_type}"
+                state = f"stored in {form.name}" if form else f"quantized to {config.quantization.quant_type}"
                 raise UserError(
-                    f"lora.modules_to_save={name}: the weight of {path} is {how} and cannot be trained; remove it, or "
-                    f"use the 16-bit model{'' if form else ' with adapter: lora'}"
+                    f"lora.modules_to_save={name}: the weight of {path} is {state} and cannot be trained; remove it, "
+                    f"or use the 16-bit model{'' if form else ' with adapter: lora'}"
                 )

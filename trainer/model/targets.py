@@ -117,12 +117,12 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             reason = untrainable[min(reachable & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
     # Naming an excluded tower is harmless; a name that occurs only inside one would have no effect.
-    known = {path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))} | {
-        *expert_aliases
-    }
+    excludable = {
+        path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))
+    } | {*expert_aliases}
     for name in lora.exclude_modules:
-        if not any(re.fullmatch(build_subtree_pattern(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, known, 'module')}")
+        if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, excludable, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")

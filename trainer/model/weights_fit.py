@@ -101,9 +101,9 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
     for name in unexpected:
         for match in re.finditer(r"\.(\d+)\.", name):
             path = name[: match.start()]
-            for known, length in lists.items():
-                if (known == path or known.endswith(f".{path}")) and int(match[1]) >= length:
-                    beyond[known].add(int(match[1]))
+            for list_path, length in lists.items():
+                if (list_path == path or list_path.endswith(f".{path}")) and int(match[1]) >= length:
+                    beyond[list_path].add(int(match[1]))
     for path, indices in beyond.items():
         if len(indices) > allowed:
             return f"{lists[path]} layers in {path}, but the files have {len(indices)} more"

@@ -47,7 +47,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     try:
         lines = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
-        raise UserError(f"{path}: does not exist; use the output folder of a run that has trained") from None
+        raise UserError(f"{path}: no such file; use the output folder of a run that has trained") from None
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:

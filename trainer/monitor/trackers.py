@@ -76,16 +76,16 @@ class Trackers:
             key: value if isinstance(value, int | float | str) else json.dumps(value)
             for key, value in flatten(settings).items()
         }
-        known = read_json(path) if path.is_file() else {}
+        recorded_ids = read_json(path) if path.is_file() else {}
         self._open = {
             service: _OPENERS[service](
-                _RunRequest(logging.project, name, run_dir, known.get(service), shown, first_step)
+                _RunRequest(logging.project, name, run_dir, recorded_ids.get(service), shown, first_step)
             )
             for service in logging.report_to
         }
         identities = {service: run.identity for service, run in self._open.items() if run.identity}
         if identities:
-            write_json(path, known | identities)
+            write_json(path, recorded_ids | identities)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step."""
@@ -155,8 +155,8 @@ def _open_swanlab(request: _RunRequest) -> OpenRun:
 def _open_comet(request: _RunRequest) -> OpenRun:
     comet = importlib.import_module("comet_ml")
     identity = request.identity
-    named = comet.ExperimentConfig(name=request.name)
-    run = comet.start(project_name=request.project, experiment_key=identity, experiment_config=named)
+    experiment = comet.ExperimentConfig(name=request.name)
+    run = comet.start(project_name=request.project, experiment_key=identity, experiment_config=experiment)
     run.log_parameters(request.settings)
     return OpenRun(identity, lambda values, step: run.log_metrics(values, step=step), run.end)
 

@@ -61,13 +61,13 @@ class Chart:
 
 def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return the charts of charts.yaml that have values; `deadband` is drawn around the target of S."""
-    unit, kept, target = (
+    unit, kept_steps, target = (
         find_unit(records),
         extract_series(records, "eval/kept_step").values,
         extract_series(records, "scu/target"),
     )
     labels = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": format_held_out_label(records)}
-    labels["kept"] = f"kept: step {int(kept[-1]):,}" if len(kept) else ""
+    labels["kept"] = f"kept: step {int(kept_steps[-1]):,}" if len(kept_steps) else ""
     charts = []
     for row in CHARTS:
         shown = [_build_curves(records, curve, labels) for curve in row["curves"]]
@@ -131,7 +131,7 @@ def render_chart(chart: Chart) -> str:
             return None, "", step, value  # a gap
         return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
 
-    ticks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
+    ticks = [mark for mark in _round_marks(first, last, integral=True) if first <= mark <= last]
     return render_template(
         "chart.html.jinja",
         chart=chart,
@@ -167,13 +167,13 @@ def _thin_out(line: Series) -> tuple[list[float], list[float]]:
     return line.steps[order].tolist(), line.values[order].tolist()
 
 
-def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+def _round_marks(low: float, high: float, *, integral: bool = False) -> list[float]:
     """Return round numbers from at or below `low` to at or above `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    size = max(size, 1.0) if whole else size
+    size = max(size, 1.0) if integral else size
     begin, end = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
     return [mark * size for mark in range(begin, max(end, begin + 1) + 1)]
 

@@ -48,8 +48,8 @@ class Series:
 
     def finite(self) -> "Series":
         """Return the series without NaN values."""
-        kept = np.isfinite(self.values)
-        return Series(self.steps[kept], self.values[kept])
+        is_finite = np.isfinite(self.values)
+        return Series(self.steps[is_finite], self.values[is_finite])
 
 
 def extract_series(records: list[Record], name: str) -> Series:
@@ -73,14 +73,18 @@ class HeldOut:
     @classmethod
     def from_records(cls, records: list[Record]) -> "HeldOut | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
-        line = extract_series(records, "eval/loss").finite()
-        if len(line) < 2:
+        losses = extract_series(records, "eval/loss").finite()
+        if len(losses) < 2:
             return None
-        lowest = int(np.argmin(line.values))
-        kept = extract_series(records, "eval/kept_step").values
+        lowest = int(np.argmin(losses.values))
+        kept_steps = extract_series(records, "eval/kept_step").values
         loss = extract_series(records, "eval/kept_loss").values
-        step, after = (kept[-1], loss[-1]) if len(kept) and len(loss) else (line.steps[-1], line.values[-1])
-        return cls(float(line.values[0]), float(after), int(step), float(line.values[lowest]), int(line.steps[lowest]))
+        step, after = (
+            (kept_steps[-1], loss[-1]) if len(kept_steps) and len(loss) else (losses.steps[-1], losses.values[-1])
+        )
+        return cls(
+            float(losses.values[0]), float(after), int(step), float(losses.values[lowest]), int(losses.steps[lowest])
+        )
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
@@ -92,11 +96,11 @@ def find_unit(records: list[Record]) -> BatchUnit:
 
 def running_mean(values: Values, window: int) -> Values:
     """Return the centered mean over `window` values (fewer at both ends), ignoring NaN."""
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     kernel = np.ones(min(window, len(values)) | 1)
     half = len(kernel) // 2
-    total = np.convolve(np.where(known, values, 0.0), kernel)[half : half + len(values)]
-    count = np.convolve(known.astype(np.float64), kernel)[half : half + len(values)]
+    total = np.convolve(np.where(is_finite, values, 0.0), kernel)[half : half + len(values)]
+    count = np.convolve(is_finite.astype(np.float64), kernel)[half : half + len(values)]
     return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
 
 

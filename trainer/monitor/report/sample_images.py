@@ -37,11 +37,11 @@ def read_prompts(run_dir: Path) -> list[str]:
 
 def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     """Return pairs of prompt and image files, in the order before, step-N, after."""
-    found = []
+    rows = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
-        found.append((prompt, sorted(files, key=_sort_key)))
-    return found
+        rows.append((prompt, sorted(files, key=_sort_key)))
+    return rows
 
 
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -91,8 +91,10 @@ def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
     for index, run in enumerate(runs):
         for chart in build_charts(run.records):
             shown = [curve for curve in chart.curves if curve.kind != "pale"]
-            named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
-            curves = [replace(curve, color=f"run{index}", label=name) for curve, name in zip(shown, named, strict=True)]
+            labels = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
+            curves = [
+                replace(curve, color=f"run{index}", label=name) for curve, name in zip(shown, labels, strict=True)
+            ]
             before = overlays.get(chart.title, replace(chart, curves=()))
             unit = chart.unit if chart.unit == before.unit else "in each run's unit"
             overlays[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
@@ -119,10 +121,10 @@ def _outcome(run: RunData) -> list[str]:
 
 def _differences(runs: Sequence[RunData]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
-    names = list(dict.fromkeys(name for found in settings for name in found))
+    names = list(dict.fromkeys(name for values_by_name in settings for name in values_by_name))
     rows = []
     for name in names:
-        values = [format_value(found[name]) if name in found else "" for found in settings]
+        values = [format_value(values_by_name[name]) if name in values_by_name else "" for values_by_name in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
     return rows
@@ -130,10 +132,10 @@ def _differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 def _answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
     """Return the answers of each run after training, and those of the base if all runs have the same."""
-    found = {}
+    answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}
         before = {run.answers[prompt]["before"] for run in runs if "before" in run.answers.get(prompt, {})}
         if after:
-            found[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
-    return found
+            answers[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
+    return answers

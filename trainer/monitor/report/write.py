@@ -130,15 +130,15 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 
 def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
     answers = read_answers(run_dir / ANSWERS).items()
-    return {prompt: {when: at[when] for when in WHEN} for prompt, at in answers if set(WHEN) <= set(at)}
+    return {prompt: {when: texts[when] for when in WHEN} for prompt, texts in answers if set(WHEN) <= set(texts)}
 
 
 def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
     total = sum(times.values()) or 1.0
-    found = sorted(times.items(), key=lambda item: -item[1])
-    short = [seconds for _, seconds in found if seconds < SHORT_PHASE * total]
-    shown = [*found[: len(found) - len(short)], *([("others", sum(short))] if short else [])]
+    phases = sorted(times.items(), key=lambda item: -item[1])
+    short = [seconds for _, seconds in phases if seconds < SHORT_PHASE * total]
+    shown = [*phases[: len(phases) - len(short)], *([("others", sum(short))] if short else [])]
     return [(name, seconds, seconds / total) for name, seconds in shown]
 
 
@@ -172,8 +172,10 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     note_means = f", means of {count} records" if count > 1 else ""
-    kept = f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
-    for label, values, note in (("held-out loss", compared, kept), ("training loss", means, note_means)):
+    kept_note = (
+        f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
+    )
+    for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
             shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
@@ -194,7 +196,7 @@ def build_summary_tables(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the summary tables as (title, rows of name and value), without rows that lack a record."""
     names = sorted({name for record in records for name in record})
-    known: dict[str, Any] = {
+    context: dict[str, Any] = {
         "config": config,
         "run": run,
         "unit": find_unit(records),
@@ -212,7 +214,7 @@ def build_summary_tables(
     tables = []
     for title, templates in SUMMARY.items():
         shown = templates.items() if recorded.get(title, True) else ()
-        rows = [(Template(name).render(known), Template(text).render(known)) for name, text in shown]
+        rows = [(Template(name).render(context), Template(text).render(context)) for name, text in shown]
         if title == "Results":
             rows += _score_rows(records, names)
         tables.append((title, [row for row in rows if row[1]]))
@@ -221,14 +223,14 @@ def build_summary_tables(
 
 def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return rows for the metrics, other than the loss, measured before and after training."""
-    found = {
+    scores = {
         name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
         for name in names
         if name.startswith("base/")
     }
     return [
         (name, f"before {base[0]:.4f}, after {after[-1]:.4f}")
-        for name, (base, after) in found.items()
+        for name, (base, after) in scores.items()
         if base and after
     ]
 
