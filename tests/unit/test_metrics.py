@@ -104,7 +104,7 @@ def test_no_tensorboard_unless_asked_for(tmp_path: Path) -> None:
 
 def test_a_missing_reporter_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
-    with pytest.raises(UserError, match=r"logging\.report_to=wandb: .*not installed; pip install wandb"):
+    with pytest.raises(UserError, match=r"logging\.report_to=wandb: .*not installed; run `pip install wandb`"):
         check_reporters(LoggingSection(report_to=("tensorboard", "wandb")))
     check_reporters(LoggingSection(report_to=("tensorboard",)))
 
