@@ -146,7 +146,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
     "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
-    "masked": (settings(architectures=["RobertaForMaskedLM"]), ("names RobertaForMaskedLM, which does not predict",)),
+    "masked": (settings(architectures=["RobertaForMaskedLM"]), ("RobertaForMaskedLM in config.json does not predict",)),
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), ("does not predict the next token",)),
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised

@@ -309,7 +309,7 @@ def test_moments_of_8_bits_keep_their_bytes_at_the_same_stage(ground: Path, tmp_
     changes: dict[str, dict[str, Any]] = {"stage": {"zero__stage": 0}, "other": {"ops__flat": False}}
     for name, change in changes.items():
         shown = train(ground, **settings, **start, output_dir=str(tmp_path / name), **change)
-        assert "note: the 8-bit moments are partitioned otherwise" in shown
+        assert "note: the 8-bit moments are partitioned differently" in shown
         moved = load_file(tmp_path / name / "adapter_model.safetensors")
         assert 0 < max(float((moved[key] - value).abs().max()) for key, value in whole.items()) < 1e-3
 
