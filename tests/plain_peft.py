@@ -12,10 +12,10 @@ from trainer.data import Batches
 from trainer.data.batches import IGNORED, collate
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples, split_documents
-from trainer.model.adapter import lora_config
+from trainer.model.adapter import build_lora_config
 from trainer.model.base import load_base_model, match_vocabulary
 from trainer.model.older_names import keep_target_names
-from trainer.model.targets import excluded_modules, resolve_targets
+from trainer.model.targets import build_exclusion_pattern, resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
@@ -116,8 +116,8 @@ def with_adapter(
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
-    excluded = excluded or excluded_modules(model, config.lora)
-    settings = lora_config(config.lora, excluded=excluded, targets=resolve_targets(model, config.lora))
+    excluded = excluded or build_exclusion_pattern(model, config.lora)
+    settings = build_lora_config(config.lora, excluded=excluded, targets=resolve_targets(model, config.lora))
     settings.modules_to_save = list(in_full) or settings.modules_to_save
     if new_tokens:
         settings.trainable_token_indices = {"embed_tokens": new_tokens}

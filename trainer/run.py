@@ -254,13 +254,13 @@ class Run:
         self.folder.metrics.close()
         self.folder.check()
         self.folder.write_times()
-        with self.folder.tolerating_full_disk("the measured memory"):
+        with self.folder.tolerate_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in self._count_skipped().items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self._stopped:
-            self.folder.print_how_to_resume(position.step)
+            self.folder.print_resume_command(position.step)
         else:
             self.folder.write_report(before, after)
         self.checkpoints.upload_result()

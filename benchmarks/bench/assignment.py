@@ -43,10 +43,10 @@ class Assignment:
         """Return token ids [steps, batch, length], made from the texts by zerolora's own tokenizer."""
         import torch
 
-        from trainer.model.random_weights import byte_tokenizer
+        from trainer.model.random_weights import build_byte_tokenizer
 
         texts = [json.loads(line)["text"] for line in Path(self.texts).read_text().splitlines()]
         count = (self.warmup + self.steps) * case.batch_size
         chosen = [texts[number % len(texts)] for number in range(count)]
-        ids = [row[: case.length] for row in byte_tokenizer()(chosen)["input_ids"]]
+        ids = [row[: case.length] for row in build_byte_tokenizer()(chosen)["input_ids"]]
         return torch.tensor(ids).view(-1, case.batch_size, case.length)

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
 from trainer.model.published_shapes import PREFIX, find_shape, load_shapes
-from trainer.model.random_weights import random_config
+from trainer.model.random_weights import build_random_config
 
 # Settings of a typical configuration, with every feature on that costs time.
 DEFAULTS: dict[str, Any] = {
@@ -81,7 +81,7 @@ def resolve(
 
 def is_recurrent(base_model: str) -> bool:
     """Return whether layers of a shape carry a state along the sequence."""
-    config = random_config(base_model).get_text_config()
+    config = build_random_config(base_model).get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
 

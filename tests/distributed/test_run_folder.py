@@ -49,7 +49,7 @@ def in_folder(files: dict[str, int], name: str) -> dict[str, int]:
 def test_the_earlier_run_is_moved_aside_whole_and_the_new_one_is_alone(folder: Path) -> None:
     first, second = in_folder(seen(folder, 1), "out"), seen(folder, 2)
     assert in_folder(second, "out.1") == first and "notes.txt" in first and "checkpoint-4/COMPLETE" in first
-    assert f"the earlier run is now {folder / 'out.1'}" in (folder / "console.txt").read_text()
+    assert f"moved the earlier run to {folder / 'out.1'}" in (folder / "console.txt").read_text()
     assert "checkpoint-4/COMPLETE" not in in_folder(second, "out")
     steps = [json.loads(line)["step"] for line in (folder / "out.1" / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 4

@@ -60,10 +60,10 @@ def make_model(folder: Path, shape: str) -> None:
     """Write random weights, a tokenizer of bytes, and the image processor."""
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
-    from trainer.model.random_weights import byte_tokenizer
+    from trainer.model.random_weights import build_byte_tokenizer
 
     folder.mkdir(parents=True)
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_TOKENS)})
     tokenizer.chat_template = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
     tokenizer.save_pretrained(folder)

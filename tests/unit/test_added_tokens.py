@@ -15,7 +15,7 @@ from tests.tiny import make_model
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
-from trainer.model.adapter import apply_adapter, check_added_tokens, token_layers
+from trainer.model.adapter import apply_adapter, check_added_tokens, find_token_layers
 from trainer.model.base import empty_model
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_rows_are_trained_where_nothing_else_trains_them(case: str, tmp_path: Pa
     tied, lora, expected = IN_FULL[case]
     model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, tie_word_embeddings=tied))
     section = LoraSection(r=4, **lora)
-    assert sorted(token_layers(model, section)) == expected
+    assert sorted(find_token_layers(model, section)) == expected
     adapted = apply_adapter(model, section, torch.float32, [380, 381])
     adapted(input_ids=torch.tensor([[5, 380, 7, 381]])).logits.square().sum().backward()
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)

@@ -21,7 +21,7 @@ from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers
 from trainer.config import DatasetSection, UserError
 from trainer.data.prompt_files import format_prompt, read_prompts, sample_prompts
 from trainer.data.records import PLAIN_TEXT
-from trainer.model.answers import answer_prompts, prompt_ids, stop_tokens
+from trainer.model.answers import answer_prompts, encode_prompt, find_stop_tokens
 
 PLAIN = DatasetSection(path="x")
 BRIEF = DatasetSection(path="x", system_prompt="be brief")
@@ -49,7 +49,7 @@ def answer(
     adapter: bool = True,
 ) -> str:
     """The answer to a user message."""
-    rows = [prompt_ids(tokenizer, section, prompt, None)]
+    rows = [encode_prompt(tokenizer, section, prompt, None)]
     return generate_answers(model, tokenizer, rows, sampling, with_adapter=adapter)[0]
 
 
@@ -60,7 +60,7 @@ def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
         while ids.shape[1] < length + count:
             token = model(ids, use_cache=False).logits[0, -1].argmax()
             ids = torch.cat([ids, token.reshape(1, 1)], dim=1)
-            if token in stop_tokens(model, tokenizer):
+            if token in find_stop_tokens(model, tokenizer):
                 break
     return str(tokenizer.decode(ids[0, length:], skip_special_tokens=True)).strip()
 
@@ -68,7 +68,7 @@ def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
 @pytest.mark.parametrize("prompt", ["seven green cats", "over under", "a"])
 def test_a_greedy_answer_is_the_likeliest_token_over_and_over(trained: tuple[Any, Any], prompt: str) -> None:
     model, tokenizer = trained
-    ids = prompt_ids(tokenizer, PLAIN, prompt, None)
+    ids = encode_prompt(tokenizer, PLAIN, prompt, None)
     found = answer(model, tokenizer, prompt, Sampling(max_new_tokens=12))
     assert found == by_hand(model, tokenizer, ids, 12)
     with model.disable_adapter():
@@ -88,10 +88,10 @@ def test_prompts_of_a_file_keep_their_tools(trained: tuple[Any, Any], tmp_path: 
     [prompt] = read_prompts(str(tmp_path / "asked.jsonl"), "--prompts")
     assert format_prompt(prompt) == "Rain?" and generate.replace_invalid(prompt) == prompt
     section = DatasetSection(path="unused", chat_template=THINKING)
-    text = tokenizer.decode(prompt_ids(tokenizer, section, prompt, None)[0])
+    text = tokenizer.decode(encode_prompt(tokenizer, section, prompt, None)[0])
     assert text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(tools[0])}<|im_end|>\n") and "No." not in text
     with pytest.raises(UserError, match="the conversation has tools, which the chat template does not support"):
-        prompt_ids(tokenizer, PLAIN, prompt, None)
+        encode_prompt(tokenizer, PLAIN, prompt, None)
     for extra in ({"tools": tools}, {"system": "Be brief."}):
         (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "Rain?"} | extra) + "\n")
         with pytest.raises(UserError, match=rf"record 1: has {next(iter(extra))} next to a text; write the prompt as"):
@@ -100,7 +100,7 @@ def test_prompts_of_a_file_keep_their_tools(trained: tuple[Any, Any], tmp_path: 
 
 def test_a_prompt_ends_where_the_assistant_takes_over(trained: tuple[Any, Any]) -> None:
     _, tokenizer = trained
-    text = tokenizer.decode(prompt_ids(tokenizer, BRIEF, "red cat", None)[0])
+    text = tokenizer.decode(encode_prompt(tokenizer, BRIEF, "red cat", None)[0])
     expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nred cat<|im_end|>\n<|im_start|>assistant\n"
     assert text == expected
 
@@ -111,7 +111,7 @@ def test_a_template_without_system_turns_says_so(run_dir: Path) -> None:
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}"
     )
     with pytest.raises(UserError, match=r"chat template refuses the conversation .*no system turns here"):
-        prompt_ids(tokenizer, BRIEF, "x", None)
+        encode_prompt(tokenizer, BRIEF, "x", None)
 
 
 def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained: tuple[Any, Any]) -> None:
@@ -121,7 +121,7 @@ def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     model.generation_config.eos_token_id = ends[0]
     try:
-        assert stop_tokens(model, tokenizer) == sorted(ends)
+        assert find_stop_tokens(model, tokenizer) == sorted(ends)
     finally:
         model.generation_config.eos_token_id = ends[1]
 
@@ -129,7 +129,7 @@ def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained
 def test_the_answer_never_runs_past_the_models_context(trained: tuple[Any, Any]) -> None:
     model, tokenizer = trained
     prompt = "cat " * 230
-    room = 256 - prompt_ids(tokenizer, PLAIN, prompt, None).shape[1]
+    room = 256 - encode_prompt(tokenizer, PLAIN, prompt, None).shape[1]
     assert 0 < room < 20
     longest = answer(model, tokenizer, prompt, Sampling(max_new_tokens=1000))
     assert longest == answer(model, tokenizer, prompt, Sampling(max_new_tokens=room))
@@ -206,7 +206,7 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
 
     asked = answer(model, tokenizer, "seven cats", Sampling(12), section=BRIEF)
     engine: Any = OfOneModel()
-    ids = prompt_ids(tokenizer, BRIEF, "seven cats", None).tolist()
+    ids = encode_prompt(tokenizer, BRIEF, "seven cats", None).tolist()
     assert answer_prompts(engine, tokenizer, ids, 12)[0].strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))
 
@@ -214,7 +214,7 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
 def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any]) -> None:
     model, tokenizer = trained
     prompts, sampling = ["a", "seven green cats went over", "over under"], Sampling(max_new_tokens=8)
-    rows = [prompt_ids(tokenizer, PLAIN, prompt, None) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, PLAIN, prompt, None) for prompt in prompts]
     alone = [answer(model, tokenizer, prompt, sampling) for prompt in prompts]
     assert generate.generate_answers(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
 
@@ -222,7 +222,7 @@ def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any
 def test_a_merged_adapter_answers_as_an_unmerged_one(run_dir: Path, trained: tuple[Any, Any]) -> None:
     tokenizer = trained[1]
     merged = generate.load_for_inference(find_run(run_dir), tokenizer, both=False)
-    ids = prompt_ids(tokenizer, PLAIN, "seven green cats", None)
+    ids = encode_prompt(tokenizer, PLAIN, "seven green cats", None)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, trained[0](ids).logits, atol=1e-4, rtol=1e-4)
 
@@ -303,7 +303,7 @@ def test_a_prompt_is_asked_in_the_form_that_was_trained(trained: tuple[Any, Any]
     _, tokenizer = trained
     text, expected = FORMS[name]
     expected = expected or "be brief\n\n### Instruction:\nred cat\n\n### Response:\n"
-    assert tokenizer.decode(prompt_ids(tokenizer, BRIEF, "red cat", text)[0]) == expected
+    assert tokenizer.decode(encode_prompt(tokenizer, BRIEF, "red cat", text)[0]) == expected
 
 
 @pytest.mark.parametrize(("options", "template"), [([], False), (["--raw"], False), (["--chat"], True)])
@@ -335,7 +335,7 @@ def test_a_chat_remembers_until_it_begins_anew(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[dict[str, str]]] = []
-    monkeypatch.setattr(chat, "prompt_ids", lambda t, s, it, *x: (seen.append(it), prompt_ids(t, s, it, *x))[1])
+    monkeypatch.setattr(chat, "encode_prompt", lambda t, s, it, *x: (seen.append(it), encode_prompt(t, s, it, *x))[1])
     monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover\n/help\n/new\nseven\n"))
     assert chat.main([str(run_dir), "--temperature", "0", "--max-new-tokens", "4"]) == 0
     assert [[turn["role"] for turn in turns] for turns in seen] == [["user"], ["user", "assistant", "user"], ["user"]]

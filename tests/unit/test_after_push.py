@@ -20,7 +20,7 @@ from trainer.commands import push
 from trainer.commands.push import read_records, stage_files
 from trainer.config import LoraSection
 from trainer.config.files import read_json
-from trainer.monitor.report.model_card import OURS, PEFT_PLACEHOLDER, public_name
+from trainer.monitor.report.model_card import MARKER, PEFT_PLACEHOLDER, public_name
 from trainer.tasks.language import LanguageTask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,7 +75,7 @@ def test_the_card_names_base_data_and_usage(run_dir: Path) -> None:
         "base.resize_token_embeddings(len(tokenizer)",
         "| data | gone.jsonl |",
         "| held out | held.jsonl |",
-        "| 4-bit base | nf4, blocks of 64, double quantisation |",
+        "| 4-bit base | nf4, blocks of 64, double quantization |",
         "| optimizer steps | 4 |",
         "| versions | python 3.11.7, torch 2.13.0 |",
     ):
@@ -116,7 +116,7 @@ def test_a_card_that_a_person_wrote_is_kept_and_others_are_written_anew(run_dir:
     card = run_dir / "README.md"
     assert PEFT_PLACEHOLDER in card.read_text()
     for number, (before, kept) in enumerate(
-        ((None, False), (f"old\n{OURS}\n", False), ("# My own\n\n50 % better!\n", True))
+        ((None, False), (f"old\n{MARKER}\n", False), ("# My own\n\n50 % better!\n", True))
     ):
         if before is not None:
             card.write_text(before)
@@ -149,7 +149,7 @@ def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(
     captured = capsys.readouterr()
     size = (run_dir / "adapter_model.safetensors").stat().st_size
     assert f"{size:>14,}  adapter_model.safetensors" in captured.out
-    assert OURS in (run_dir / "README.md").read_text()
+    assert MARKER in (run_dir / "README.md").read_text()
     assert "model is a local model; pass its name" in captured.err
 
 

@@ -163,14 +163,14 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
 
 ALL = (evaluate, generate, merge, push)
 BAD_FOLDERS = [
-    *[(module, "not a run", "not the folder of a run") for module in ALL],
+    *[(module, "not a run", "is not the folder of a run") for module in ALL],
     *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
     *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: is missing") for module in ALL],
     (evaluate, "latin-1", "training_config.json: line 1: byte 0xe9 is not UTF-8"),
-    (evaluate, "base gone", "base_model=.*gone: is missing; pass its new location with --base-model"),
-    (generate, "base gone", "base_model=.*gone: is missing; pass its new location with --base-model"),
-    (merge, "base gone", "base_model=.*gone: is missing; pass its new location with --base-model"),
+    (evaluate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
+    (generate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
+    (merge, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
     *[(module, "cut adapter", "adapter_model.safetensors is cut short") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[

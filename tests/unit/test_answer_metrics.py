@@ -199,7 +199,7 @@ def test_a_run_keeps_the_weights_that_a_users_function_prefers(ground: Path, mon
     best = max(records[1:7], key=lambda record: record["eval/length"])
     assert records[-1]["eval/length"] == best["eval/length"] != records[1]["eval/length"]
     assert records[-1]["eval/loss"] == best["eval/loss"]
-    assert best["step"] == 6 or f"the weights of step {best['step']} have the best length and are kept" in shown
+    assert best["step"] == 6 or f"keeping the weights of step {best['step']}, which have the best length" in shown
     report = (ground / "kept" / "report.html").read_text()
     assert f"before {records[0]['eval/length']:.4f}, after {best['eval/length']:.4f}" in report
 

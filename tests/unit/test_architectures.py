@@ -8,7 +8,7 @@ import torch
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import empty_model
-from trainer.model.random_weights import random_config
+from trainer.model.random_weights import build_random_config
 from trainer.patches.mamba import check_packable, unadapted_lines
 
 # name, in -> out, layers
@@ -42,7 +42,7 @@ SHAPES: dict[str, list[tuple[str, str, int]]] = {
 
 
 def adapted(shape: str) -> Any:
-    model = empty_model(random_config(f"random:{shape}"), ModelSection())
+    model = empty_model(build_random_config(f"random:{shape}"), ModelSection())
     return apply_adapter(model, LoraSection(r=8), torch.float32)
 
 

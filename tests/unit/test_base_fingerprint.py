@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.pipelines import make_pipeline
 from tests.tiny import make_model
-from trainer.checkpoint.base_fingerprint import EVERY, find_changed_part, fingerprint_base, is_same_base
-from trainer.checkpoint.identity import Identity, differences
+from trainer.checkpoint.base_fingerprint import SAMPLE_INTERVAL, find_changed_part, fingerprint_base, is_same_base
+from trainer.checkpoint.identity import Identity, find_differences
 from trainer.config import ModelSection
 
 PLAIN = ModelSection()
@@ -73,7 +73,7 @@ def test_16_gb_take_seconds_at_most_and_names_shapes_and_samples_count(tmp_path:
     started = time.process_time()
     first = fingerprint_base(str(tmp_path), PLAIN)
     assert time.process_time() - started < 5.0
-    for place in (20, 3 * EVERY + 5, 16 * 10**9 - 1):
+    for place in (20, 3 * SAMPLE_INTERVAL + 5, 16 * 10**9 - 1):
         with file.open("r+b") as stream:
             stream.seek(place)
             stream.write(b"x")
@@ -101,7 +101,7 @@ def test_frozen_parts_of_an_image_model_are_compared(tmp_path: Path) -> None:
         changed = fingerprint_base(str(copy), PLAIN)
         assert is_same_base(first, changed) is False and find_changed_part(first, changed) == part
         then, now = Identity(base=first, base_model="old"), Identity(base=changed, base_model="new")
-        [difference] = differences(then, now, "run")
+        [difference] = find_differences(then, now, "run")
         assert difference.problem == f"base_model=new: its {part} differs from old, on which run was trained"
     shutil.rmtree(tmp_path / "vae" / "vae")
     assert is_same_base(first, fingerprint_base(str(tmp_path / "vae"), PLAIN)), "not downloaded yet"

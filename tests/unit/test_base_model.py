@@ -88,9 +88,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     # weights against config.json
     "more layers": (
         settings(num_hidden_layers=5),
-        ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "would be random"),
+        ("27 of the 48 weights", "for LlamaForCausalLM are missing", "(first: model.layers.2.", "would be random"),
     ),
-    "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, and the files have 1 more",)),
+    "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, but the files have 1 more",)),
     "vocabulary": (
         settings(vocab_size=500),
         ("2 of 21 weights do not fit config.json (first: lm_head.weight has shape (384, 64)", "says (500, 64)"),
@@ -146,7 +146,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
     "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
-    "masked": (settings(architectures=["RobertaForMaskedLM"]), ("names RobertaForMaskedLM, which does not predict",)),
+    "masked": (settings(architectures=["RobertaForMaskedLM"]), ("RobertaForMaskedLM in config.json does not predict",)),
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), ("does not predict the next token",)),
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
     "odd groups": (
         quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
-        ("4-bit Nones by None of 0, and of 4 bits only",),
+        ("4-bit Nones by None of 0, but only W4A16",),
     ),
     "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
     "mxfp4": (

@@ -25,7 +25,7 @@ from trainer.data.formats import Shape
 from trainer.data.marks import TURN_KEY, mark_template, read_marks
 from trainer.data.records import Turns, read_record
 from trainer.data.tokens import LOST_END, Encoded
-from trainer.model.answers import end_of_turn
+from trainer.model.answers import find_end_of_turn
 
 TURNS = CONVERSATIONS["turns"]
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
@@ -314,7 +314,7 @@ def test_a_run_of_answers_ends_where_the_next_turn_begins() -> None:
 @pytest.mark.parametrize(("name", "end"), [("glm-4.5", "<|user|>"), ("phi-3", "<|end|>"), ("gpt-oss", "<|end|>")])
 def test_generation_stops_where_training_ends_answers(name: str, end: str) -> None:
     tokenizer = tokenizer_of(name)
-    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+    assert find_end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
 def test_text_that_a_template_does_not_write() -> None:

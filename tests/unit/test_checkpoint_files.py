@@ -78,7 +78,7 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
         ("state.json", "cut", "state.json is "),
         ("state.json", "key", "state.json "),
         ("training_state.safetensors", "gone", "training_state.safetensors is missing"),
-        ("COMPLETE", "gone", "was not written completely"),
+        ("COMPLETE", "gone", "is incomplete"),
     ],
 )
 def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: str, change: str, problem: str) -> None:
@@ -100,7 +100,7 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: s
         choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
     line = str(refused.value)
     assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {problem}") and "\n" not in line
-    assert "or latest, which takes the newest complete one" in line
+    assert "or latest for the newest complete one" in line
 
 
 def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir: Path) -> None:

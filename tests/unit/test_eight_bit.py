@@ -17,8 +17,8 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.eight_bit import FrozenLinear8bit, check_card
-from trainer.model.targets import unadapted_layers
+from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
+from trainer.model.targets import describe_unadapted_layers
 from trainer.patches.fused_lora import fuse
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -88,7 +88,7 @@ def test_parameters_are_counted_and_no_layer_is_called_odd(folder: Path) -> None
     assert count_parameters(plain)[1] == count_parameters(packed)[1]
     section = LoraSection(r=4)
     adapted = [apply_adapter(model, section, torch.float32) for model in (plain, packed)]
-    assert unadapted_layers(adapted[0], section) == unadapted_layers(adapted[1], section)
+    assert describe_unadapted_layers(adapted[0], section) == describe_unadapted_layers(adapted[1], section)
 
 
 def test_fp8_on_a_card_without_it_names_int8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_fp8_on_a_card_without_it_names_int8(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         UserError, match=r"NVIDIA A100 has compute capability 8\.0, .* use quantization\.quant_type: int8"
     ):
-        check_card("fp8", torch.device("cuda"))
-    check_card("int8", torch.device("cuda"))
-    check_card("fp8", torch.device("cpu"))
+        check_fp8_support("fp8", torch.device("cuda"))
+    check_fp8_support("int8", torch.device("cuda"))
+    check_fp8_support("fp8", torch.device("cpu"))
 
 
 def test_the_estimate_counts_the_bytes_that_lie_there(folder: Path) -> None:

@@ -18,10 +18,10 @@ from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
-from trainer.model.older_names import loaded_names
+from trainer.model.older_names import map_loaded_names
 from trainer.model.packed_experts import PackedExperts
 from trainer.model.saved_adapter import load_adapter
-from trainer.model.targets import unadapted_layers
+from trainer.model.targets import describe_unadapted_layers
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 
 LINEAR_ATTENTION = {
@@ -60,7 +60,7 @@ MODELS_OF: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RATE, STEPS = 1e-2, 3
 LORA = {"r": 4, "alpha": 8.0}
-LEFT_OUT = ("the output head", "choice of experts", "choose experts", "never called")
+LEFT_OUT = ("the output head", "as routers do", "route tokens", "never called")
 
 
 def base_of(model_type: str, **changes: Any) -> Any:
@@ -97,7 +97,7 @@ def test_losses_and_factors_are_those_of_plain_peft(model_type: str, tmp_path: P
     lora = LoraSection(**LORA)
     ours = apply_adapter(base_of(model_type), lora, torch.float32)
     assert {layer.name for layer in adapted_layers(ours)} >= {"experts.gate_up_proj", "experts.down_proj"}
-    assert all(any(words in line for words in LEFT_OUT) for line in unadapted_layers(ours, lora))
+    assert all(any(words in line for words in LEFT_OUT) for line in describe_unadapted_layers(ours, lora))
     begin = saved(ours, tmp_path / "begin", moved=False)
     plain = PeftModel.from_pretrained(base_of(model_type), begin, is_trainable=True)
     assert not any(isinstance(module, ParamWrapper) for module in plain.modules()), "PEFT alone"
@@ -111,7 +111,7 @@ def test_losses_and_factors_are_those_of_plain_peft(model_type: str, tmp_path: P
     assert found[-1] != found[0]
     plain.save_pretrained(tmp_path / "plain")
     factors = load_file(saved(ours, tmp_path / "ours") / "adapter_model.safetensors")
-    factors = {name: factors[stored] for stored, name in loaded_names(plain, factors).items()}
+    factors = {name: factors[stored] for stored, name in map_loaded_names(plain, factors).items()}
     for name, value in load_file(tmp_path / "plain" / "adapter_model.safetensors").items():
         # AdamW's first steps have the sign of a gradient, also where that is rounding.
         torch.testing.assert_close(factors[name], value, rtol=1e-3, atol=2e-5, msg=name)

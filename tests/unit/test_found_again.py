@@ -16,7 +16,7 @@ from trainer.checkpoint.adapter_files import AdapterForm
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
-from trainer.model.older_names import loaded_names
+from trainer.model.older_names import map_loaded_names
 from trainer.model.targets import Targets
 from trainer.parallel.engine.flat_adapter import trained_parameters
 
@@ -70,7 +70,7 @@ def test_transformers_still_renames_what_it_has_renamed() -> None:
     """`mlp.shared_expert.` is a pattern with a final `.` that matches all: remove names_in_file when this fails."""
     name = "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_A.weight"
     model = empty_model(config_of("laguna"), ModelSection())
-    assert loaded_names(model, [name])[name] == name.replace("shared_experts.", "shared_experts..")
+    assert map_loaded_names(model, [name])[name] == name.replace("shared_experts.", "shared_experts..")
 
 
 @pytest.mark.slow
@@ -104,12 +104,12 @@ def test_settings_that_mean_other_layers_are_refused_before_training(
     paths = [path for path, _ in model.named_modules() if path.endswith(("q_proj", "k_proj"))]
     monkeypatch.setattr("trainer.model.adapter.resolve_targets", lambda *_: Targets(tuple(paths), (), (), 2))
     monkeypatch.setattr("trainer.model.adapter.set_saved_targets", write)
-    with pytest.raises(UserError, match="PEFT could not find these 4 layers"):
+    with pytest.raises(UserError, match="PEFT would not find the same 4 layers"):
         apply_adapter(model, LoraSection(r=2), torch.float32)
 
 
 def test_names_that_peft_would_not_find_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.model.older_names.loaded_names", lambda model, names: {})
+    monkeypatch.setattr("trainer.model.older_names.map_loaded_names", lambda model, names: {})
     model = empty_model(config_of("laguna"), ModelSection())
     with pytest.raises(UserError, match="PEFT could not reload 36 of 36 tensors"):
         apply_adapter(model, LoraSection(r=2), torch.float32)

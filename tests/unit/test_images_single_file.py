@@ -147,6 +147,6 @@ def test_a_run_on_a_single_file_is_merged_with_that_file_alone(tmp_path: Path) -
     with pytest.raises(UserError, match="its weights differ from"):
         find_run(tmp_path / "run", str(other))
     renamed = file.rename(tmp_path / "renamed.safetensors")
-    with pytest.raises(UserError, match=r"sd\.safetensors: is missing; pass its new location"):
+    with pytest.raises(UserError, match=r"sd\.safetensors: does not exist; pass its new location"):
         find_run(tmp_path / "run")
     find_run(tmp_path / "run", str(renamed))

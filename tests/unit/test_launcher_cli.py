@@ -137,7 +137,7 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
         (["train", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
         (["train", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
         (["train", "c.yaml", f"{RESUME}=latest"], f"error: {RESUME}=latest: "),
-        (["train", "c.yaml", f"{RESUME}=./none"], f"error: {RESUME}=./none: not the folder of a checkpoint"),
+        (["train", "c.yaml", f"{RESUME}=./none"], f"error: {RESUME}=./none: is not a checkpoint folder"),
     ],
 )
 def test_missing_files_are_found_before_torch_is_imported(folder: Path, words: list[str], complaint: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from trainer.config import DatasetSection
 from trainer.data import prepare_data
 from trainer.data.cache import PreparedData
-from trainer.model.random_weights import byte_tokenizer
+from trainer.model.random_weights import build_byte_tokenizer
 
 
 def prepared(folder: Path, characters: int, max_length: int) -> tuple[PreparedData, float]:
@@ -21,7 +21,7 @@ def prepared(folder: Path, characters: int, max_length: int) -> tuple[PreparedDa
     settings = {"path": str(file), "max_length": max_length, "packing": True, "workers": 1}
     begin = time.perf_counter()
     data = prepare_data(
-        DatasetSection.model_validate(settings), byte_tokenizer(), seed=0, cache_dir=folder / "cache",
+        DatasetSection.model_validate(settings), build_byte_tokenizer(), seed=0, cache_dir=folder / "cache",
         max_length_of_model=None,
     )  # fmt: skip
     return data, time.perf_counter() - begin

@@ -17,7 +17,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
-from trainer.model.model_kind import caps_scores
+from trainer.model.model_kind import has_soft_cap
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.recompute import enable_recomputation
@@ -72,7 +72,7 @@ def loaded(name: str, config: RunConfig, precision: str) -> Any:
     dtype = DTYPES[precision]
     torch.manual_seed(0)
     known = model_config(name)
-    attention = "eager" if caps_scores(known) else None  # as load_base_model does
+    attention = "eager" if has_soft_cap(known) else None  # as load_base_model does
     model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention)
     model = apply_adapter(model, config.lora, dtype)
     enable_recomputation(model, config.training)

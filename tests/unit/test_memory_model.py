@@ -28,7 +28,7 @@ from trainer.memory.observed import Kernels, observe_layers
 from trainer.memory.stored_weights import Placement, Shapes, Weight, base_weight_bytes, gathered_bytes, stored_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.four_bit import quantized_linear
+from trainer.model.four_bit import quantize_linear
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
@@ -245,7 +245,7 @@ def test_a_recurrent_layer_is_near() -> None:
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_packed_weights_have_the_size_of_bitsandbytes(double_quant: bool, block_size: int) -> None:
     section = QuantizationSection(double_quant=double_quant, block_size=block_size)
-    layer: Any = quantized_linear(nn.Linear(1024, 1536, bias=False), section, torch.bfloat16)
+    layer: Any = quantize_linear(nn.Linear(1024, 1536, bias=False), section, torch.bfloat16)
     state = layer.quant_state
     tensors = [layer.weight, state.absmax, state.code]
     if double_quant:

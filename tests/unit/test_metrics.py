@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.rank_arguments import command_typed, encode_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
-from trainer.monitor.report.write import end_summary
+from trainer.monitor.report.write import format_end_summary
 
 STEP = {
     "train/loss": 2.3456,
@@ -104,7 +104,7 @@ def test_no_tensorboard_unless_asked_for(tmp_path: Path) -> None:
 
 def test_a_missing_reporter_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
-    with pytest.raises(UserError, match=r"logging\.report_to=wandb: .*not installed; pip install wandb"):
+    with pytest.raises(UserError, match=r"logging\.report_to=wandb: .*not installed; run `pip install wandb`"):
         check_reporters(LoggingSection(report_to=("tensorboard", "wandb")))
     check_reporters(LoggingSection(report_to=("tensorboard",)))
 
@@ -214,10 +214,10 @@ def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
         writer.log(6, {"train/loss": 6.0})
         writer.close()
     said = shown.getvalue().splitlines()
-    again = "metrics are written again; none is missing in metrics.jsonl"
+    again = "metrics are written again; metrics.jsonl is complete"
     assert [line.partition(":")[0] for line in said] == ["warning", again, "warning", "warning"]
     assert "training continues: File too large (the disk at /" in said[0] and "GiB free" in said[0]
-    assert "the last metrics of this run are not written" in said[3]
+    assert "the last metrics of this run were not written" in said[3]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
@@ -232,7 +232,7 @@ def test_a_full_disk_ends_tensorboard_and_no_training(tmp_path: Path) -> None:
     writer.log(3, {"train/loss": 3.0})
     writer.log(4, {"train/loss": 4.0})
     writer.close()
-    assert "tensorboard: no more metrics: OSError" in shown.getvalue()
+    assert "tensorboard: stopped logging: OSError" in shown.getvalue()
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -289,9 +289,9 @@ def test_the_end_names_the_next_commands(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     dataset = {"path": "a.jsonl", "val_split": 0.1}
     config = RunConfig.model_validate({"base_model": "m", "output_dir": str(folder), "dataset": dataset})
-    lines = end_summary(folder, config.model_dump(mode="json"), folder / "report.html", 2.0, 1.0)
+    lines = format_end_summary(folder, config.model_dump(mode="json"), folder / "report.html", 2.0, 1.0)
     for command in ("eval", "generate", "merge"):
         assert sum(f"zerolora {command} '{folder}'" in line for line in lines) == 1
     assert lines[0].startswith("held-out loss") and f"tensorboard --logdir '{folder}/tensorboard'" in lines[-1]
-    lines = end_summary(folder, config.model_dump(mode="json"), None, None, None)
+    lines = format_end_summary(folder, config.model_dump(mode="json"), None, None, None)
     assert not any("report.html" in line for line in lines)

@@ -5,7 +5,7 @@ import torch
 
 from trainer.config import LoraSection, ModelSection
 from trainer.data import MicroBatch
-from trainer.model.adapter import apply_adapter, lora_config
+from trainer.model.adapter import apply_adapter, build_lora_config
 from trainer.model.base import empty_model, load_model_config
 from trainer.monitor.hooks import FinishedStep
 from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
@@ -21,7 +21,7 @@ def adapted(name: str = "random:tiny") -> torch.nn.Module:
 
     model = empty_model(load_model_config(name, ModelSection()), ModelSection())
     with init_empty_weights():
-        return get_peft_model(model, lora_config(LoraSection(r=R)))
+        return get_peft_model(model, build_lora_config(LoraSection(r=R)))
 
 
 def packed(*lengths: int) -> MicroBatch:

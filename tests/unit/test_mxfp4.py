@@ -40,7 +40,7 @@ def test_every_code_and_scale_is_what_transformers_reads(dtype: torch.dtype) -> 
     codes = torch.arange(256, dtype=torch.uint8).repeat(16).view(1, 1, 256, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
     expected = convert_moe_packed_tensors(codes.clone(), scales.clone(), dtype=dtype)
-    found = mxfp4.dequantized(codes, scales, dtype).view(1, 1, -1).transpose(1, 2)
+    found = mxfp4.dequantize(codes, scales, dtype).view(1, 1, -1).transpose(1, 2)
     assert torch.equal(found, expected)
     assert torch.equal(torch.signbit(found), torch.signbit(expected))
 
@@ -50,17 +50,17 @@ def test_what_was_mxfp4_is_written_to_the_bit_and_other_values_to_the_nearest() 
     blocks = torch.randint(0, 256, (3, 8, 4, 16), dtype=torch.uint8)
     blocks[..., 0] |= 7  # a largest value: without it a block has a smaller exponent, and the same values
     scales = torch.randint(100, 130, (3, 8, 4), dtype=torch.uint8)
-    values = mxfp4.dequantized(blocks, scales, torch.float32).view(3, 8, 128)
-    again_blocks, again_scales = mxfp4.quantized(values)
+    values = mxfp4.dequantize(blocks, scales, torch.float32).view(3, 8, 128)
+    again_blocks, again_scales = mxfp4.quantize(values)
     assert torch.equal(again_scales, scales)
     assert torch.equal(again_blocks, blocks)
     drawn = torch.randn(5, 7, 64)
-    rounded = mxfp4.dequantized(*mxfp4.quantized(drawn), torch.float32).view(drawn.shape)
-    scale = torch.ldexp(torch.ones(1), mxfp4.quantized(drawn)[1].int() - 127).repeat_interleave(32, -1)
+    rounded = mxfp4.dequantize(*mxfp4.quantize(drawn), torch.float32).view(drawn.shape)
+    scale = torch.ldexp(torch.ones(1), mxfp4.quantize(drawn)[1].int() - 127).repeat_interleave(32, -1)
     steps = torch.tensor(sorted({sign * each for each in FP4_VALUES for sign in (1, -1)}))
     nearest = ((drawn / scale)[..., None] - steps).abs().min(-1).values
     torch.testing.assert_close(((drawn - rounded) / scale).abs(), nearest)
-    assert torch.equal(mxfp4.dequantized(*mxfp4.quantized(torch.zeros(32)), torch.float32), torch.zeros(1, 32))
+    assert torch.equal(mxfp4.dequantize(*mxfp4.quantize(torch.zeros(32)), torch.float32), torch.zeros(1, 32))
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
@@ -144,11 +144,11 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         tensors(one_layer_in_16_bits),
         ("model.layers.1.mlp.experts.down_proj is not stored in MXFP4, unlike",),
     ),
-    "scales lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_scales")), (f"{GATE_UP}_scales is in none of its",)),
-    "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is in none of its",)),
+    "scales lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_scales")), (f"{GATE_UP}_scales is missing",)),
+    "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is missing",)),
     "cut": (
         tensors(lambda stored: stored.update({f"{GATE_UP}_blocks": stored[f"{GATE_UP}_blocks"][:, :, :, :8].clone()})),
-        ("which are not blocks of 32",),
+        ("which do not form blocks of 32",),
     ),
     "an expert less": (
         tensors(lambda stored: stored.update({n: v[:3].clone() for n, v in stored.items() if n.startswith(GATE_UP)})),
@@ -158,7 +158,7 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor is stored in it", "remove")),
     "8-bit floats": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e4m3fn)})),
-        (f"{QUERY} is stored in 8 bits or less (F8_E4M3), but others are not", "full-precision"),
+        (f"{QUERY} is stored in 8 bits or less (F8_E4M3), unlike others", "full-precision"),
     ),
     "bytes": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.uint8)})),

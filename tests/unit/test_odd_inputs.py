@@ -376,7 +376,9 @@ def test_data_of_another_form_is_described(name: str, content: Any, more: list[s
 
 def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
-    with pytest.raises(UserError, match=r"^output_dir=/proc/x: /proc is on no disk; use another folder$"):
+    with pytest.raises(
+        UserError, match=r"^output_dir=/proc/x: /proc is on a file system without storage; use another folder$"
+    ):
         prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
     file = ground / "train.jsonl"
     with pytest.raises(UserError, match=r"cannot be written there \(File exists\); use a folder, not a file$"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_free, check_place, find_obstacle
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, find_obstacle
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
@@ -50,8 +50,8 @@ def config(output_dir: str = "out", **changes: object) -> RunConfig:
 
 def refusal(settings: RunConfig) -> str:
     with pytest.raises(UserError) as refused:
-        check_place(settings)
-        check_free(settings)
+        check_output_folder(settings)
+        check_no_conflict(settings)
     assert refused.value.exit_code == 2
     return str(refused.value)
 
@@ -86,8 +86,8 @@ write_run_record(Path("out"), {settings.model_dump_json()!r}, 1, "cpu", "fp32")
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert "OSError" in done.stderr and contents(folder) == {}
-    check_place(settings)
-    check_free(settings)
+    check_output_folder(settings)
+    check_no_conflict(settings)
     a_run(folder, "adapter_model.safetensors")
     assert holds_run(folder)
 
@@ -102,10 +102,10 @@ PLACES = {
     "cache": "is also dataset.cache_dir",
     "cache/run": "is inside dataset.cache_dir",
     "../home/me": "is your home folder",
-    "../home": "is above your home folder",
-    "/": "is above your home folder",
+    "../home": "contains your home folder",
+    "/": "contains your home folder",
     "checkout": "is a git checkout",
-    "project": "holds files of something else (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "project": "contains files that no run wrote (README.md, adapter_utils.py, metrics.jsonl, ...)",
     "data/train.jsonl": "data/train.jsonl is a file",
     "data/train.jsonl/x": "data/train.jsonl is a file",
     "dangling": "dangling is a link to nowhere, which does not exist",
@@ -114,7 +114,7 @@ PLACES = {
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
-    "/proc/run": "/proc is on no disk",
+    "/proc/run": "/proc is on a file system without storage",
     "odd": "logs is a file",
 }
 
@@ -153,7 +153,7 @@ def test_what_else_a_run_reads_is_safe_from_it(place: Path) -> None:
         ("second", "dataset.mix.1.path"),
     ):
         assert setting in refusal(config(folder, **reads))
-    check_place(config("runs/x", **reads))
+    check_output_folder(config("runs/x", **reads))
 
 
 def test_a_read_only_disk_and_a_full_one(place: Path) -> None:
@@ -162,11 +162,11 @@ def test_a_read_only_disk_and_a_full_one(place: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
-        assert "is mounted read-only" in refusal(config("disk/run"))
+        assert "is on a read-only file system" in refusal(config("disk/run"))
         subprocess.run(["mount", "-o", "remount,rw,size=2g", str(disk)], check=True)
         a_run(disk, "adapter_model.safetensors")
-        assert "cannot move a run out of a mounted disk" in refusal(config("disk", output={"overwrite": True}))
-        check_free(config("disk", output={"overwrite": "delete"}))
+        assert "cannot move a run out of a mount point" in refusal(config("disk", output={"overwrite": True}))
+        check_no_conflict(config("disk", output={"overwrite": "delete"}))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -189,8 +189,8 @@ def test_a_folder_that_nobody_may_write_into() -> None:
 def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -> None:
     for name in left:
         (place / "out" / name).mkdir(parents=True)
-    check_place(config())
-    check_free(config())
+    check_output_folder(config())
+    check_no_conflict(config())
 
 
 def test_the_advice_is_one_that_works(place: Path) -> None:
@@ -207,16 +207,18 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         {"output": {"overwrite": "delete"}},
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
-        check_place(config(**changes))
+        check_output_folder(config(**changes))
         assert find_obstacle(config(**changes)) is None
 
 
 def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5").mkdir(parents=True)
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
-    check_place(config(training={"resume_from_checkpoint": "latest"}))
+    check_output_folder(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
-    assert "something else (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
+    assert "files that no run wrote (checkpoint-5, thesis.tex)" in refusal(
+        config(training={"resume_from_checkpoint": "latest"})
+    )
 
 
 def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
@@ -224,7 +226,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
         run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5/state.json")
         (run / "notes.txt").write_text("mine")
         before = contents(run)
-        assert clear_folder(run, True) == f"the earlier run is now {place / expected}"
+        assert clear_folder(run, True) == f"moved the earlier run to {place / expected}"
         assert contents(place / expected) == before
         assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
         assert holds_run(place / expected)

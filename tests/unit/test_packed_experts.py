@@ -13,7 +13,7 @@ from tests.mixtures import MIXTURES, make_mixture
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.packed_experts import PackedExperts, experts_layout
+from trainer.model.packed_experts import PackedExperts, build_experts_layout
 from trainer.model.streamed_weights import load_streamed
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.patches.mamba import unadapted_lines
@@ -106,7 +106,7 @@ def test_an_expert_is_packed_as_bitsandbytes_packs_its_matrix(
     torch.manual_seed(0)
     how: dict[str, Any] = {"block": block_size, "double_quant": double_quant}
     experts = torch.randn(shape) * torch.tensor([1.0, 30.0, 0.1])[: shape[0], None, None]
-    packed = PackedExperts.empty(experts_layout("nf4", experts.shape, torch.float32, **how), CPU)
+    packed = PackedExperts.empty(build_experts_layout("nf4", experts.shape, torch.float32, **how), CPU)
     for index, matrix in enumerate(experts):
         packed.quantize(index, matrix)
     for index, matrix in enumerate(experts):

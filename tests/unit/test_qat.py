@@ -26,7 +26,7 @@ from trainer.memory.stored_weights import rounded_weight_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.integer_weights import IntegerForm, check_integer_targets, check_torchao, choose_integer_form
-from trainer.model.random_weights import random_config
+from trainer.model.random_weights import build_random_config
 from trainer.patches.fake_quantised_lora import compute_rounded
 
 pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
@@ -54,7 +54,7 @@ def by_torchao(merged: Tensor, form: IntegerForm) -> Tensor:
 @FORMS
 def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
     _, weight, _, down, up = factors()
-    rounded = fake_quantised(weight, down, up, SCALE, form.quantise)
+    rounded = fake_quantised(weight, down, up, SCALE, form.quantize)
     merged = (weight + SCALE * (up @ down)).detach()
     assert torch.equal(rounded, by_torchao(merged, form))
     groups = merged.view(48, -1, form.group or 64)
@@ -67,7 +67,7 @@ def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
 def test_gradients_pass_straight_through(form: IntegerForm) -> None:
     """By hand: dM = dY^T x as if nothing had been rounded, dB = s dM A^T, dA = s B^T dM; dX sees the rounded weight."""
     x, weight, bias, down, up = factors()
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise)
+    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
     rounded = by_torchao((weight + SCALE * (up @ down)).detach(), form)
     torch.testing.assert_close(y, x @ rounded.t() + bias)
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
@@ -84,11 +84,11 @@ def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: In
     """Against plain autograd with the same mask: y = x Q^T + s ((m - 1)*x) A^T B^T, and Q straight through."""
     x, weight, bias, down, up = factors()
     torch.manual_seed(5)
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise, 0.5)
+    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     torch.manual_seed(5)
-    again = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise, 0.5)
+    again = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     assert torch.equal(y, again) and not torch.equal(
-        y, fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantise)
+        y, fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
     )
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
     ours = torch.autograd.grad(y, (x, down, up), grad_y)
@@ -108,10 +108,10 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
     """Scales are rounded to 16 bits before weights are: a server multiplies in that type and gets the same bits."""
     _, weight, _, down, up = factors(dtype)
     kind = IntegerForm("int8", None, dtype) if form == "int8" else IntegerForm("int4", 64, dtype)
-    values, scales = quantised_merged(weight, down, up, SCALE, kind.quantise)
+    values, scales = quantised_merged(weight, down, up, SCALE, kind.quantize)
     served = values.to(dtype).view(48, scales.shape[1], -1) * scales.to(dtype).unsqueeze(-1)
     assert torch.equal(scales, scales.to(dtype).float())
-    assert torch.equal(served.view(48, 64), fake_quantised(weight, down, up, SCALE, kind.quantise))
+    assert torch.equal(served.view(48, 64), fake_quantised(weight, down, up, SCALE, kind.quantize))
     error = (dequantised(values, scales, torch.float32) - (weight.float() + SCALE * up.float() @ down.float())).abs()
     assert error.max() < {"int8": 0.02, "int4": 0.25}[form]
 
@@ -120,22 +120,22 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
 def test_the_last_bit_of_a_sum_decides_nothing_at_the_edge_of_a_group(form: IntegerForm) -> None:
     """The largest weight of a group lies on a whole number, not between two: other devices sum in other orders."""
     merged = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    values, _ = form.quantise(merged)
+    values, _ = form.quantize(merged)
     for other in (merged * (1 + 2**-22), merged * (1 - 2**-22)):
-        assert (form.quantise(other)[0] != values).sum() <= 2  # one edge in 4,096 weights is near enough by chance
+        assert (form.quantize(other)[0] != values).sum() <= 2  # one edge in 4,096 weights is near enough by chance
 
 
 def test_zeros_stay_and_nan_is_not_hidden() -> None:
     weight, down, up = torch.zeros(4, 64), torch.zeros(2, 64), torch.zeros(4, 2)
-    assert not fake_quantised(weight, down, up, 1.0, INT4.quantise).any()
+    assert not fake_quantised(weight, down, up, 1.0, INT4.quantize).any()
     weight[1, 3] = float("nan")
-    rounded = fake_quantised(weight, down, up, 1.0, INT8.quantise)
+    rounded = fake_quantised(weight, down, up, 1.0, INT8.quantize)
     assert rounded[1].isnan().all() and not rounded[[0, 2, 3]].any()
 
 
 def test_a_trained_base_weight_is_refused() -> None:
     x, weight, bias, down, up = factors()
-    y = fake_quantised_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantise)
+    y = fake_quantised_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantize)
     with pytest.raises(ValueError, match="no gradient of the base weight; freeze it"):
         y.sum().backward()
 
@@ -144,7 +144,7 @@ def test_between_the_passes_only_the_input_and_the_parameters_are_kept() -> None
     x, weight, bias, down, up = factors()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        fake_quantised_linear(x, weight, bias, down, up, SCALE, INT8.quantise, 0.25)
+        fake_quantised_linear(x, weight, bias, down, up, SCALE, INT8.quantize, 0.25)
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in (x, weight, down, up)}
 
 
@@ -166,7 +166,7 @@ def test_the_largest_group_that_divides_every_layer_is_taken() -> None:
 
 
 def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
-    mixture = empty_model(random_config("random:olmoe-1b-7b"), ModelSection())
+    mixture = empty_model(build_random_config("random:olmoe-1b-7b"), ModelSection())
     with pytest.raises(UserError, match=r"training\.qat=int4: .* has experts, .* set lora\.experts: false"):
         check_integer_targets(mixture, LoraSection(), "int4")
     check_integer_targets(mixture, LoraSection(experts=False), "int4")

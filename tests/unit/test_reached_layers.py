@@ -12,9 +12,9 @@ from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_base_model
 from trainer.model.reached_layers import find_reached
-from trainer.model.targets import check_targets, layers_to_adapt, unadapted_layers
+from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
 
-NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "choose experts"
+NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "route tokens"
 LEFT_OUT: dict[str, list[tuple[str, str]]] = {
     "afmoe": [("gate (3)", CHOOSE)],
     "bart": [("k_proj (2), out_proj (2), q_proj (2), v_proj (2)", NEVER)],
@@ -46,7 +46,7 @@ def test_what_cannot_learn_is_left_out_and_listed(kind: str) -> None:
     check_targets(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2))
     assert untrained_layers(model, 200 if kind == "deepseek_v4" else 16) == set()
     adapted = apply_adapter(tiny_family(kind), LoraSection(r=2), torch.float32)
-    lines = [line for line in unadapted_layers(adapted, LoraSection(r=2)) if "the output head" not in line]
+    lines = [line for line in describe_unadapted_layers(adapted, LoraSection(r=2)) if "the output head" not in line]
     assert len(lines) == len(LEFT_OUT[kind])
     for names, reason in LEFT_OUT[kind]:
         assert any(names in line and reason in line for line in lines), lines
@@ -84,8 +84,8 @@ def test_a_name_of_more_layers_leaves_out_those_that_cannot_learn() -> None:
     lora = LoraSection(r=2, target_modules=("q_proj",))
     model = empty_model(tiny_config("bart"), ModelSection())
     check_targets(model, lora)
-    assert list(layers_to_adapt(model, lora)) == [f"model.decoder.layers.{n}.self_attn.q_proj" for n in range(2)]
-    [line] = unadapted_layers(apply_adapter(tiny_family("bart"), lora, torch.float32), lora)
+    assert list(find_layers_to_adapt(model, lora)) == [f"model.decoder.layers.{n}.self_attn.q_proj" for n in range(2)]
+    [line] = describe_unadapted_layers(apply_adapter(tiny_family("bart"), lora, torch.float32), lora)
     assert line.startswith("without adapter: q_proj (2): never called")
 
 

@@ -15,8 +15,8 @@ from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.rank_arguments import encode_command
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
-from trainer.monitor.report.charts import charts, draw
-from trainer.monitor.report.curves import running_mean, series
+from trainer.monitor.report.charts import build_charts, render_chart
+from trainer.monitor.report.curves import extract_series, running_mean
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
@@ -106,14 +106,14 @@ def test_the_charts_of_the_page_are_at_the_places_of_their_values(tmp_path: Path
     """Held-out losses are points at their steps; training losses are there raw and as a mean; a gap stays one."""
     make_run(tmp_path)
     records = read_metrics(tmp_path)
-    (loss,) = [chart for chart in charts(records) if chart.title == "Loss"]
+    (loss,) = [chart for chart in build_charts(records) if chart.title == "Loss"]
     assert [(curve.kind, curve.label) for curve in loss.curves] == [
         ("pale", "training, each record"),
         ("line", "mean of 5"),
         ("dashed", ""),
         ("dots", "held out, 4.000 → 2.000"),
     ]
-    drawn = draw(loss)
+    drawn = render_chart(loss)
     dots = re.findall(r'class="orange dots" d="M([\d.]+) ([\d.]+)h0"><title>step ([\d,]+): ([\d.]+)', drawn)
     marks = [float(mark) for mark in re.findall(r'class="y" style="top:[\d.]+%">([\d.]+)<', drawn)]
     low, high = marks[0], marks[-1]
@@ -122,18 +122,18 @@ def test_the_charts_of_the_page_are_at_the_places_of_their_values(tmp_path: Path
         assert float(x) == pytest.approx(1000 * (true_step - 1) / 79, abs=0.1)
         assert float(y) == pytest.approx(1000 * (high - true_value) / (high - low), abs=0.1)
     records[10]["train/grad_norm"] = None
-    (norm,) = [chart for chart in charts(records) if chart.title == "Gradient norm"]
-    raw = re.search(r'class="blue pale" d="(.*?)"', draw(norm))
+    (norm,) = [chart for chart in build_charts(records) if chart.title == "Gradient norm"]
+    raw = re.search(r'class="blue pale" d="(.*?)"', render_chart(norm))
     assert raw is not None and raw[1].count("M") == 2
 
 
 def test_the_page_of_a_long_run_stays_small_and_keeps_its_peaks(tmp_path: Path) -> None:
     records = [{"step": step, "time": float(step), "train/loss": 2.0 + step % 7, "perf/tokens_per_second_per_gpu": 9.0,
                 "train/grad_norm": 100.0 if step == 33_333 else 1.0} for step in range(1, 60_001)]  # fmt: skip
-    page = "".join(map(draw, charts(list(map(dict, records)))))
+    page = "".join(map(render_chart, build_charts(list(map(dict, records)))))
     assert len(page) < 300_000
-    (norm,) = [chart for chart in charts(list(map(dict, records))) if chart.title == "Gradient norm"]
-    assert re.search(r'pale" d="[^"]*L555\.\d 0\.0', draw(norm))
+    (norm,) = [chart for chart in build_charts(list(map(dict, records))) if chart.title == "Gradient norm"]
+    assert re.search(r'pale" d="[^"]*L555\.\d 0\.0', render_chart(norm))
 
 
 def test_model_data_command_answers_and_next_steps_are_on_the_page(
@@ -242,7 +242,7 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
         assert said.count("\n") == 1 and not output.exists()
         return said
 
-    assert "the same run is named twice" in line(runs[0], runs[0], "--output", str(output))
+    assert "the same run is listed twice" in line(runs[0], runs[0], "--output", str(output))
     assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
     assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
@@ -265,12 +265,12 @@ def test_scu_charts_come_with_scu_metrics(tmp_path: Path) -> None:
 
 def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:
     make_run(tmp_path, scu=True)
-    (s,) = [chart for chart in charts(read_metrics(tmp_path), deadband=0.003) if chart.title == "SCU: S"]
+    (s,) = [chart for chart in build_charts(read_metrics(tmp_path), deadband=0.003) if chart.title == "SCU: S"]
     lines = {curve.label: curve.line.values for curve in s.curves}
     np.testing.assert_allclose(lines["target"], 2.0)
     np.testing.assert_allclose(lines["S smoothed"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
     assert s.band == pytest.approx((1.7, 2.3))
-    drawn = draw(s)
+    drawn = render_chart(s)
     marks = [float(mark) for mark in re.findall(r'class="y" style="top:[\d.]+%">([\d.]+)<', drawn)]
     [(y, height)] = re.findall(r'class="band"[^>]* y="([\d.-]+)" height="([\d.-]+)"', drawn)
     scale = (marks[-1] - marks[0]) / 1000
@@ -299,10 +299,10 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = rows_of(write_report(tmp_path).read_text())
     assert rows["training loss"] == "first 2.0000, last 2.0000, lowest 2.0000"
-    assert np.isnan(series(records, "train/loss").values).tolist() == [False, False, True, False, False]
+    assert np.isnan(extract_series(records, "train/loss").values).tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "nothing was trained yet")])
+@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "no step has finished yet")])
 def test_a_run_without_metrics_is_a_clear_error(
     tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,7 +345,7 @@ def test_the_running_mean_neither_lags_nor_spreads_nan() -> None:
 
 def test_the_last_record_of_a_step_counts() -> None:
     records: list[dict[str, float | None]] = [{"step": 2, "x": 1.0}, {"step": 1, "x": 5.0}, {"step": 2, "x": 7.0}]
-    line = series(records, "x")
+    line = extract_series(records, "x")
     assert line.steps.tolist() == [1.0, 2.0] and line.values.tolist() == [5.0, 7.0]
 
 
@@ -436,14 +436,14 @@ def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -
         kind = "eval" if "eval/loss" in record else "train"
         values = {"margins": 0.1 * (record["step"] or 0), "accuracies": 0.75, "chosen": 0.1}
         record |= {f"{kind}/rewards/{name}": value for name, value in values.items()}
-    found = {chart.title: chart for chart in charts(records)}
+    found = {chart.title: chart for chart in build_charts(records)}
     for name in ("Reward margin", "Reward accuracy"):
         assert [curve.label for curve in found[name].curves] == ["training, each record", "mean of 5", "", "held out"]
     held_out = found["Reward margin"].curves[-1].line
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
     assert found["Loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
-    assert charts(records)[0].unit == "per answer", "of labelled answers"
+    assert build_charts(records)[0].unit == "per answer", "of labelled answers"
 
 
 def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:

@@ -168,9 +168,12 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it is of another model or adapter"),
-        ({"lora__target_modules": ["q_proj"]}, "it has 24 trained tensors more than this run, so it is of another"),
-        ({"base_model": "wide"}, "here, so it is of another model or adapter"),
+        ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it belongs to another model or adapter"),
+        (
+            {"lora__target_modules": ["q_proj"]},
+            "it has 24 trained tensors more than this run, so it belongs to another",
+        ),
+        ({"base_model": "wide"}, "here, so it belongs to another model or adapter"),
     ],
 )
 def test_an_older_one_of_another_model_or_adapter_is_one_line(
@@ -219,7 +222,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
     shown = train(ground, **again, training__max_steps=3)
-    expected = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
+    expected = "checkpoints after step 2 belong to the earlier run and were renamed: abandoned-checkpoint-4"
     assert shown.count(expected) == 1
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert find_damage(run_dir / "abandoned-checkpoint-4") is None
@@ -306,7 +309,7 @@ def test_moments_of_8_bits_keep_their_bytes_at_the_same_stage(ground: Path, tmp_
     changes: dict[str, dict[str, Any]] = {"stage": {"zero__stage": 0}, "other": {"ops__flat": False}}
     for name, change in changes.items():
         shown = train(ground, **settings, **start, output_dir=str(tmp_path / name), **change)
-        assert "note: the 8-bit moments are partitioned otherwise" in shown
+        assert "note: the 8-bit moments are partitioned differently" in shown
         moved = load_file(tmp_path / name / "adapter_model.safetensors")
         assert 0 < max(float((moved[key] - value).abs().max()) for key, value in whole.items()) < 1e-3
 
@@ -334,7 +337,7 @@ def test_pissa_resumes_in_another_folder(ground: Path, tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "moved" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
-    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot continue without it"):
+    with pytest.raises(UserError, match="whole/initial_adapter: is missing, but the run cannot continue without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
 
 

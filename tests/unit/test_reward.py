@@ -318,7 +318,7 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
 
 def test_models_without_a_score_head_are_refused(ground: Path, tmp_path: Path) -> None:
     for changes, message in (
-        ({"architectures": ["LlamaForSequenceClassification"]}, "has a head of 2 classes, and a reward is one number"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "its head has 2 classes, but a reward is one number"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "no score head for causal language models of"),
     ):
         folder = tmp_path / changes["architectures"][0]

@@ -21,7 +21,7 @@ from trainer.checkpoint.finished_run import attach_adapter, find_run, load_full_
 from trainer.commands.export.__main__ import export, main
 from trainer.config import RunConfig, UserError
 from trainer.model.base import match_vocabulary
-from trainer.model.served_layers import serving_notes
+from trainer.model.served_layers import list_serving_warnings
 from trainer.setup.text_run import read_model_files
 
 FORMS = ("peft", "vllm", "sglang", "gguf-lora")
@@ -153,7 +153,7 @@ def test_training_warns_of_what_the_target_would_not_apply(
 ) -> None:
     values = {"base_model": "b", "output_dir": "o", "dataset": {"path": "d"}, "lora": lora}
     config = RunConfig.model_validate(values | {"export": {"target": target}})
-    notes = serving_notes(config.export.target, config.lora, config.model.added_tokens, base_of(model_type))
+    notes = list_serving_warnings(config.export.target, config.lora, config.model.added_tokens, base_of(model_type))
     assert len(notes) == len(names)
     for note, name in zip(notes, names, strict=True):
         assert note.startswith(f"export.target={target}: ") and name in note

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.checkpoint import Position
-from trainer.monitor.hooks import BEFORE, ENOUGH, FinishedStep, SpikeWatch
+from trainer.monitor.hooks import HISTORY_STEPS, MIN_HISTORY, FinishedStep, SpikeWatch
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
 
@@ -33,17 +33,22 @@ def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
 def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> None:
     said: list[str] = []
     position = Position()
-    for step, loss in enumerate([*noisy(BEFORE), 9.0, float("nan")], start=1):
+    for step, loss in enumerate([*noisy(HISTORY_STEPS), 9.0, float("nan")], start=1):
         position.spikes += SpikeWatch(said.append, position).check(step, loss, 1.0)
-    assert position.spikes == 1 and len(position.latest_losses) == BEFORE
+    assert position.spikes == 1 and len(position.latest_losses) == HISTORY_STEPS
     again = Position.from_dict(json.loads(json.dumps(position.to_dict(), allow_nan=False)))
-    assert SpikeWatch(said.append, again).check(BEFORE + 3, 8.0, 1.0)
-    assert again.spikes == 1 and f"step {BEFORE + 3}: loss 8.000, where the last {BEFORE}" in said[1]
+    assert SpikeWatch(said.append, again).check(HISTORY_STEPS + 3, 8.0, 1.0)
+    assert again.spikes == 1 and f"step {HISTORY_STEPS + 3}: loss 8.000, where the last {HISTORY_STEPS}" in said[1]
 
 
 @pytest.mark.parametrize(
     "losses",
-    [noisy(2 * BEFORE), [9.0] * (ENOUGH - 1) + [90.0], [4.0 * 0.99**step for step in range(300)], [1e-4] * 50],
+    [
+        noisy(2 * HISTORY_STEPS),
+        [9.0] * (MIN_HISTORY - 1) + [90.0],
+        [4.0 * 0.99**step for step in range(300)],
+        [1e-4] * 50,
+    ],
     ids=["noise", "the first steps", "falling", "flat"],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:

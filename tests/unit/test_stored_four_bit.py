@@ -26,7 +26,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import FrozenLinearGrouped, PackedExperts
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.unit import find_slots
@@ -155,9 +155,9 @@ def test_layers_that_config_json_leaves_out_are_known_by_each_rule() -> None:
     awq = FourBitForm("AWQ", 128, True, ("visual", "mlp.gate."))
     assert awq.holds(query) and not awq.holds("visual.blocks.0.attn.qkv") and not awq.holds("lm_head")
     rules = {"-:.*\\.mlp\\.gate$": {}, "+:.*down.*": {"group_size": 64}}
-    gptq = four_bit_form(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
+    gptq = parse_four_bit_form(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
     assert isinstance(gptq, FourBitForm) and gptq.holds(query) and not gptq.holds(gate) and gptq.holds(f"{gate}_proj")
-    compressed = four_bit_form(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
+    compressed = parse_four_bit_form(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
     assert isinstance(compressed, FourBitForm) and compressed.holds(query) and not compressed.holds(gate)
 
 
@@ -177,17 +177,17 @@ def changed_group(form: str, **changes: Any) -> dict[str, Any]:
 
 INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "3 bits": (FORMS["gptq"] | {"bits": 3}, "gptq, 3 bits, and only 4 are read"),
-    "marlin": (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "version marlin, and only gptq and gptq_v2"),
-    "mixed bits": (FORMS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, 8 bits, and only 4 are read"),
-    "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, and only gemm are read"),
+    "3 bits": (FORMS["gptq"] | {"bits": 3}, "gptq, 3 bits, but only 4 are supported"),
+    "marlin": (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "version marlin, but only gptq and gptq_v2"),
+    "mixed bits": (FORMS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, 8 bits, but only 4 are supported"),
+    "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, but only gemm are supported"),
     "w4a4": (
         changed_group("nvfp4", input_activations=INPUTS),
-        "inputs are quantised too, as in W4A4, and of",
+        "inputs are quantized too, as in W4A4, but only",
     ),
     "mxfp4": (
         changed_group("nvfp4", weights=INPUTS | {"strategy": "group", "group_size": 32}),
-        "4-bit floats by group of 32, and of 4 bits only",
+        "4-bit floats by group of 32, but only W4A16",
     ),
     "rotated": (announced("w4a16") | {"transform_config": {"config_groups": {"R1": {}}}}, "its inputs are rotated"),
     "sparse": (announced("w4a16") | {"sparsity_config": {"format": "marlin-24"}}, "its weights are sparse"),
@@ -202,7 +202,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_is_not_read_is_refused_in_one_line_with_the_reason(case: str) -> None:
     settings, reason = UNSUPPORTED[case]
-    with pytest.raises(UserError, match=rf"base_model=some/model: is already quantised \(.*{reason}.*\); use the") as e:
+    with pytest.raises(UserError, match=rf"base_model=some/model: is already quantized \(.*{reason}.*\); use the") as e:
         check_kind("some/model", with_quantization(settings))
     assert "\n" not in str(e.value)
 
@@ -210,12 +210,15 @@ def test_what_is_not_read_is_refused_in_one_line_with_the_reason(case: str) -> N
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": (
         {"adapter": "qlora"},
-        r"quant_type=nf4: would .* a second time .* stored in GPTQ; use adapter: lora, or use",
+        r"quant_type=nf4: .* already stored in GPTQ; use adapter: lora, or the",
     ),
-    "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* a second time"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; leave it out"),
+    "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* already stored"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; remove it"),
     "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of"),
-    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in GPTQ; use the 16-bit"),
+    "qat": (
+        {"training": {"qat": "int8"}},
+        r"training.qat=int8: rounds 16-bit weights, .* stored in GPTQ; use the 16-bit",
+    ),
 }
 
 
@@ -265,12 +268,12 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "scales missing": (
         "gptq",
         tensors(lambda stored: stored.pop(f"{QUERY}.scales")),
-        f"{QUERY}.scales is in none of its files; download it again",
+        f"{QUERY}.scales is missing; download the model again",
     ),
     "divisor missing": (
         "nvfp4",
         tensors(lambda stored: stored.pop(f"{QUERY}.weight_global_scale")),
-        f"{QUERY}.weight_global_scale is in none of its files",
+        f"{QUERY}.weight_global_scale is missing",
     ),
     "other groups": (
         "awq",
@@ -299,7 +302,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "other bytes": (
         "w4a16",
         tensors(lambda stored: stored.update({"lm_head.weight": torch.ones(384, 64, dtype=torch.uint8)})),
-        "lm_head.weight is stored as U8, which is not part of W4A16",
+        "lm_head.weight is stored as U8, which W4A16 does not use",
     ),
 }  # fmt: skip
 
@@ -319,7 +322,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) 
 def test_columns_in_another_order_than_config_json_says_are_found(tmp_path: Path) -> None:
     folder = store_in_four_bits(make_model(tmp_path / "model"), "act-order")
     announce(desc_act=False)(folder)
-    with pytest.raises(UserError, match=r"g_idx is not in order, but config.json says so; take config.json"):
+    with pytest.raises(UserError, match=r"g_idx is not ascending, but config.json says so; take config.json"):
         load(folder)
 
 
@@ -359,7 +362,7 @@ def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("form", FORMS)
 def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: str, tmp_path: Path) -> None:
-    found = four_bit_form(load_model_config(str(root / form), ModelSection()))
+    found = parse_four_bit_form(load_model_config(str(root / form), ModelSection()))
     assert isinstance(found, FourBitForm)
     files = FourBitFiles(SafetensorsFiles(str(root / form), ModelSection()), found, "base_model")
     name = f"{QUERY}.weight"
@@ -376,7 +379,7 @@ def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: s
         for code in range(16):
             packed = torch.full((layout.rows, layout.cols // 2), code | code << 4, dtype=torch.uint8)
             other = files._dequantize(
-                layout, {part: files._part(part, name) for part in layout.sections()} | {"codes": packed}
+                layout, {part: files._read_part(part, name) for part in layout.sections()} | {"codes": packed}
             )
             assert ((written - wanted).abs() <= (other - wanted).abs() + 1e-6).all()
 

@@ -201,11 +201,14 @@ def run_config(base: Path, **settings: Any) -> RunConfig:
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": (
         {"adapter": "qlora"},
-        r"quant_type=nf4: .* second time .* stored in FP8; use adapter: lora, or quant",
+        r"quant_type=nf4: .* already stored in FP8; use adapter: lora, or quant",
     ),
-    "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* a second time"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; leave it out"),
-    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; use the 16-bit"),
+    "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; remove it"),
+    "qat": (
+        {"training": {"qat": "int8"}},
+        r"training.qat=int8: rounds 16-bit weights, .* stored in FP8; use the 16-bit",
+    ),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",
@@ -242,8 +245,8 @@ def test_all_weights_cannot_be_trained_in_it(root: Path) -> None:
 
 PACKED = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq, 8 bits, and only 4 are read"),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv, and only gemm are read"),
+    "gptq": ({"quant_method": "gptq", "bits": 8}, "gptq, 8 bits, but only 4 are supported"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv, but only gemm are supported"),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8 of bitsandbytes"),
     "nvfp4": (
         {
@@ -251,8 +254,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
             "format": "nvfp4-pack-quantized",
             "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized, inputs are quantised too, as in W4A4, and of 4 bits only W4A16 "
-        "integers by group or channel and NVFP4 are read",
+        "compressed-tensors, nvfp4-pack-quantized, inputs are quantized too, as in W4A4, but only W4A16 integers by "
+        "group or channel and NVFP4 are supported in 4 bits",
     ),
     "int8": (
         {
@@ -272,7 +275,7 @@ def test_other_forms_are_refused_in_one_line_that_names_ours(case: str, root: Pa
     with pytest.raises(UserError) as error:
         check_kind("some/model", config)
     line = str(error.value)
-    assert line.startswith(f"base_model=some/model: is already quantised ({named}); use the full-precision model")
+    assert line.startswith(f"base_model=some/model: is already quantized ({named}); use the full-precision model")
     assert "quantization.quant_type: fp8 or int8" in line and "\n" not in line
 
 
@@ -307,7 +310,7 @@ def in_16_bits(stored: dict[str, torch.Tensor]) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "scales lost": (
         tensors(lambda stored: stored.pop(f"{QUERY}_scale_inv")),
-        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is in none of its files; download it again",),
+        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is missing; download the model again",),
     ),
     "blocks that do not divide": (
         announced(weight_block_size=[48, 48]),
@@ -319,7 +322,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "e5m2": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e5m2)})),
-        (f"{QUERY} is stored as F8_E5M2, and of 8 bits only e4m3 is read; use the 16-bit model",),
+        (f"{QUERY} is stored as F8_E5M2, but only e4m3 is supported in 8 bits; use the 16-bit model",),
     ),
     "not announced": (announced(), ("is stored in FP8, but config.json does not say so", "same model")),
     "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor is stored in it", "remove")),

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, list_rank_warnings
 from trainer.model.base import empty_model
-from trainer.model.targets import check_targets, excluded_modules, unadapted_layers
+from trainer.model.targets import build_exclusion_pattern, check_targets, describe_unadapted_layers
 
 LLAMA = {"num_hidden_layers": 2}
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -81,10 +81,10 @@ def test_a_rank_beyond_the_layers_is_reported_and_beyond_all_of_them_refused(tmp
     with pytest.raises(UserError, match=r"lora.r=65: no adapted layer .* wider than 64, .* use 64 or less"):
         check_targets(model, LoraSection(r=65))
     check_targets(model, LoraSection(r=64))
-    assert rank_lines(LoraSection(r=8)) == []
+    assert list_rank_warnings(LoraSection(r=8)) == []
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    said = f"adapter: r=4, as in {tmp_path}; lora.r=8 is for new adapters"
-    assert rank_lines(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
+    said = f"lora.r=8: ignored, the adapter at {tmp_path} has r=4"
+    assert list_rank_warnings(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 
 
 def test_an_excluded_name_is_not_a_part_of_one() -> None:
@@ -110,7 +110,7 @@ def test_plain_peft_leaves_out_the_same_when_it_loads(tmp_path: Path) -> None:
 
 def lines(model: Any, **lora: Any) -> list[str]:
     section = LoraSection(**lora)
-    return unadapted_layers(apply_adapter(model, section, torch.float32), section)
+    return describe_unadapted_layers(apply_adapter(model, section, torch.float32), section)
 
 
 HEAD = "without adapter: lm_head (1): the output head"
@@ -172,8 +172,8 @@ def test_the_rank_of_experts_is_that_of_all_layers_a_number_or_divided_by_those_
 
 
 OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: an expert of this model is 32 wide"),
-    "rank of all": ({"r": 40}, r"lora.r=40: an expert of this model is 32 wide.*r/top_k is 20 here"),
+    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: a rank above the width 32 of an expert"),
+    "rank of all": ({"r": 40}, r"lora.r=40: a rank above the width 32 of an expert.*r/top_k is 20 here"),
     "dora": ({"dora": True}, r"lora.dora=true: not supported for experts.*lora.experts: false"),
     "init": ({"init": "pissa"}, r"lora.init=pissa: not supported for experts.*lora.experts: false"),
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
@@ -208,7 +208,7 @@ def test_unsupported_settings_of_experts_are_refused(case: str) -> None:
             {"target_parameters": ("experts.down_proj",)},
             "lora.target_parameters=experts.down_proj: this model has no exp",
         ),
-        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; leave it out"),
+        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; remove it"),
     ],
 )
 def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -> None:
@@ -218,7 +218,7 @@ def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -
 
 def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
     model_type, settings = MODELS["mixtral"]
-    assert excluded_modules(model_of(model_type, **settings), LoraSection()) is None
+    assert build_exclusion_pattern(model_of(model_type, **settings), LoraSection()) is None
     text = {
         "num_hidden_layers": 2,
         "num_local_experts": 4,
@@ -226,5 +226,5 @@ def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
         "interleave_moe_layer_step": 1,
     }
     model = model_of("llama4_text", **text)
-    assert excluded_modules(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
-    assert "without adapter: router (2): compute more than a product, such as a choice of experts" in lines(model)
+    assert build_exclusion_pattern(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
+    assert "without adapter: router (2): compute more than a product, as routers do" in lines(model)

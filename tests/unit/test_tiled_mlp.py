@@ -13,7 +13,7 @@ from trainer.config import LoraSection, QuantizationSection, RunConfig, Training
 from trainer.config.checks import check_combinations
 from trainer.model.adapter import apply_adapter
 from trainer.model.eight_bit import FrozenLinear8bit
-from trainer.model.four_bit import quantized_linear
+from trainer.model.four_bit import quantize_linear
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.fused_lora import fuse
 from trainer.patches.norm_mlp_rope import is_gated_mlp
@@ -146,7 +146,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
             if section.eight_bit:
                 layer.base_layer = FrozenLinear8bit.quantized(layer.base_layer, kind, torch.float32)
             else:
-                layer.base_layer = quantized_linear(layer.base_layer, section, torch.float32)
+                layer.base_layer = quantize_linear(layer.base_layer, section, torch.float32)
     fuse(model, "reference", forward=None)
     loss, grads = one_pass(model, 1, 40)
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Integrity checks of a finished adapter's files."""
+"""Check the files of a finished adapter, and map its tensors to PEFT's format."""
 
 import json
 import math
@@ -16,26 +16,27 @@ from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
-from trainer.model.older_names import names_in_file
+from trainer.model.older_names import map_saved_names
 from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
 WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", SETTINGS_FILE, "run.json"
 TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-"""File suffixes of settings and tokenizer files."""
+"""Suffixes of settings and tokenizer files."""
 UNVERIFIED = ("state.json", "README.md")
+"""Files that may change after training."""
 
 
 def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] | None) -> None:
-    """Add the checksums of the result's files and the run's identity to run.json."""
+    """Add the checksums of the result files and the identity of the run to run.json."""
     path = run_dir / RECORD
     checksums = {name: checksum(run_dir / name) for name in names if name not in UNVERIFIED}
     write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
 
 
 def find_adapter_damage(folder: Path) -> str | None:
-    """Return why the adapter in a folder cannot be loaded, starting with the file's name; None if it can.
+    """Return why the adapter in a folder cannot be loaded, beginning with a file name; None if it can.
 
-    Weights are compared with their recorded checksum, if any. Raises UserError if the settings are missing.
+    Compares the weights with their recorded checksum, if any. Raises UserError if the settings are missing.
     """
     try:
         read_safetensors_header(folder / WEIGHTS)
@@ -50,7 +51,7 @@ def find_adapter_damage(folder: Path) -> str | None:
 
 
 def changed_files(folder: Path) -> list[str]:
-    """Return the adapter's settings and tokenizer files that were changed since training."""
+    """Return the names of settings and tokenizer files that changed since training."""
     recorded = _recorded_checksums(folder)
     texts = [name for name in recorded if name.endswith(TEXT_SUFFIXES) and name not in UNVERIFIED]
     return [name for name in texts if _has_changed(folder, name, recorded)]
@@ -66,7 +67,7 @@ def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
 
 
 def _recorded_checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums that a checkpoint or finished run recorded, by file name; empty if none."""
+    """Return the checksums recorded by a checkpoint or finished run, by file name; empty if there are none."""
     if (folder / RECORD).is_file():
         return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
     return recorded_checksums(folder)
@@ -74,10 +75,10 @@ def _recorded_checksums(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """The stored name of each trained tensor, and the adapter's settings."""
+    """The names of the trained tensors in PEFT's file, and the adapter's settings."""
 
     names: Mapping[str, str]
-    """Name in the file -> name in the model."""
+    """Names in the model by name in the file."""
     settings: str
     """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
@@ -85,33 +86,34 @@ class AdapterForm:
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
-        """Determine the layout by letting PEFT save the model with an index in place of each tensor.
+        """Find the names by letting PEFT save the model with an index in place of each tensor.
 
-        Takes tenths of a second. Raises UserError for tensors that PEFT alone could not load.
+        Takes tenths of a second. Raises UserError for tensors that plain PEFT could not load.
         """
         trained = list(trained)
         adapter = (choice.selected if (choice := find_choice(model)) else None) or DEFAULT
         factors = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, ExpertFactor)}
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = temporary
+        with tempfile.TemporaryDirectory() as folder:
             end = f".{DEFAULT}.weight"
-            own = [f"{name.removesuffix(end)}.{adapter}.weight" if name.endswith(end) else name for name in trained]
-            numbers = {name: torch.tensor([number]) for number, name in enumerate(own)}
+            peft_names = [
+                f"{name.removesuffix(end)}.{adapter}.weight" if name.endswith(end) else name for name in trained
+            ]
+            numbers = {name: torch.tensor([number]) for number, name in enumerate(peft_names)}
             model.save_pretrained(folder, state_dict=numbers, selected_adapters=[adapter])
-            folder = folder if adapter == DEFAULT else str(Path(folder) / adapter)
-            saved = load_file(Path(folder) / WEIGHTS)
-            in_file = names_in_file(model, saved)
+            saved_in = Path(folder) if adapter == DEFAULT else Path(folder, adapter)
+            saved = load_file(saved_in / WEIGHTS)
+            in_file = map_saved_names(model, saved)
             names = {in_file[name]: trained[int(number)] for name, number in saved.items()}
-            settings = (Path(folder) / SETTINGS).read_text(encoding="utf-8")
+            settings = (saved_in / SETTINGS).read_text(encoding="utf-8")
         return cls(names, settings, {name: factors[name] for name in trained if name in factors})
 
     def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the trained tensors in PEFT's shapes, by their names in the file."""
+        """Return the trained tensors in PEFT's shapes, by name in the file."""
         peft = {name: factor.to_peft(trained[name]).contiguous() for name, factor in self.factors.items()}
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def for_unchanged_base(self) -> "AdapterForm":
-        """Return the layout of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.
+        """Return the form of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
         loads a second adapter into the model, which must not happen during training.
@@ -122,12 +124,14 @@ class AdapterForm:
         return replace(self, settings=json.dumps(settings, indent=2, sort_keys=True))
 
 
-def stack_difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `AdapterForm.for_unchanged_base` from the trained and the initial ones."""
-    joined = dict(now)
-    for name, value in now.items():
+def stack_difference(
+    trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Stack trained and initial factors to the tensors of `AdapterForm.for_unchanged_base`."""
+    joined = dict(trained)
+    for name, value in trained.items():
         if "lora_A" in name:
-            joined[name] = torch.cat([value, start[name]], dim=0)
+            joined[name] = torch.cat([value, initial[name]], dim=0)
         elif "lora_B" in name:
-            joined[name] = torch.cat([value, -start[name]], dim=1)
+            joined[name] = torch.cat([value, -initial[name]], dim=1)
     return joined

@@ -1,7 +1,7 @@
-"""The thread on every rank that writes a checkpoint while training continues.
+"""Write checkpoints in a thread of every rank while training continues.
 
-Each rank writes and flushes its files and creates a marker file; when rank 0 has seen all markers it publishes the
-folder. Until then older checkpoints are untouched, whichever process dies.
+Each rank writes and flushes its files, then creates a marker file. Once rank 0 sees all markers, it publishes the
+folder. Until then older checkpoints are untouched, even if a process dies.
 """
 
 import shutil
@@ -16,22 +16,22 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
 PREFIX = ".writing-"
-"""Prefix of the names of folders that are being written."""
+"""Prefix of folders that are being written."""
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written on some rank; raised on all ranks, older checkpoints are untouched."""
+    """Raised on all ranks if any rank could not write a checkpoint; older checkpoints are untouched."""
 
     exit_code = 1
 
 
 class Save:
-    """One checkpoint being written, on one rank."""
+    """The writing of a checkpoint on one rank."""
 
     def __init__(
         self, folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], ranks: Ranks
     ) -> None:
-        """Start a thread: `write(folder)` writes this rank's files; `publish(folder)` follows on rank 0."""
+        """Start a thread that calls `write(folder)` for this rank's files, and then `publish(folder)` on rank 0."""
         self.folder, self._write, self._publish, self._ranks = folder, write, publish, ranks
         self._written, self._all_have_written, self._has_failed = (threading.Event() for _ in range(3))
         self._failures: list[str] = []
@@ -42,7 +42,7 @@ class Save:
     def finish(self) -> None:
         """Wait until the folder is published; a collective call.
 
-        Raises SaveFailed on all ranks if a disk was full, and any other error unchanged.
+        Raises SaveFailed on all ranks if a disk was full, and other exceptions unchanged.
         """
         self._written.wait()
         exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
@@ -72,7 +72,7 @@ class Save:
             self._written.set()
 
     def _wait_for_others(self) -> bool:
-        """Return True once every rank has written its files, False if one of them failed."""
+        """Wait until every rank has written its files; return False if one failed."""
         while not self._all_have_written.is_set():
             if self._has_failed.is_set():
                 return False

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: captured from the engine, restored into one of any ZeRO stage and number of ranks.
+"""Capture the contents of a checkpoint from an engine, and restore them at any ZeRO stage and number of ranks.
 
 checkpoint-N/
   adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
@@ -6,7 +6,7 @@ checkpoint-N/
   rank-00000.safetensors ...                       RNG states of each rank, and its 8-bit moments
   state.json                                       step, position in the data, loss scale, best loss, SCU, identity of
                                                    the run (trainer/checkpoint/identity.py)
-  COMPLETE                                         written last: the checksums (trainer/checkpoint/checkpoint_files.py)
+  COMPLETE                                         checksums, written last (trainer/checkpoint/checkpoint_files.py)
 
 Frozen weights are not saved. trainer/checkpoint/background.py writes checkpoints while training continues.
 """
@@ -35,28 +35,28 @@ from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank saves in addition to the weights, as copies in host memory."""
+    """The state that one rank saves in addition to the weights, copied to host memory."""
 
     rank: int
     pieces: Pieces | None
     own: Mapping[str, torch.Tensor]
     state: dict[str, Any]
-    """Content of `state.json`, which rank 0 writes."""
+    """The content of `state.json`, which rank 0 writes."""
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of everything except `state`; they are valid after `copies.wait()`."""
+        """Queue copies of everything but `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
-        own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
+        own = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
         return cls(ranks.rank, pieces, own, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
-        """Add `state`, after the device has computed the copied step."""
+        """Add `state`, once the device has computed the copied step."""
         state = {
             "format": FORMAT,
             **position,
@@ -64,7 +64,7 @@ class RankState:
             "averages": EngineState(engine).averages(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
-            "loss_scale": _loss_scale(engine),
+            "loss_scale": _read_loss_scale(engine),
             "skipped_steps": engine.skipped_steps,
         }
         return replace(self, state=state)
@@ -85,24 +85,24 @@ class RankState:
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Load a checkpoint into a fresh engine and return `state.json`.
 
-    Bitwise exact for the same stage and number of ranks. Otherwise random states are seeded from the step, and 8-bit
+    Bitwise exact for the same stage and number of ranks. Otherwise the random state is seeded from the step, and 8-bit
     moments are quantized again.
     """
     state = read_state(checkpoint)
-    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
-    tensors = whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
+    files = sorted(checkpoint.glob("training_state-*.safetensors"))
+    tensors = whole_state(Pieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
-            f"{checkpoint}: {misfit}, so it is of another model or adapter; use the settings it was trained with, or "
-            f"start a new run with lora.adapter_path: {checkpoint}"
+            f"{checkpoint}: {misfit}, so it belongs to another model or adapter; use the settings it was trained with, "
+            f"or start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
     engine_state.restore_averages(state.get("averages", []))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
-    own = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
-    if same_layout and own.exists():
-        exact = _restore_rank(own, engine_state) or exact
+    rank_file = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
+    if same_layout and rank_file.exists():
+        exact = _restore_rank(rank_file, engine_state) or exact
     else:
         torch.manual_seed(hash((int(state["step"]), ranks.rank)) % 2**31)
     state["requantized"] = not exact
@@ -112,23 +112,23 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     return state
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a file; raises UserError if this rank cannot read what rank 0 could."""
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Load all tensors of a file. Raises UserError if this rank cannot read it, although rank 0 could."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    tensors = {"rng/torch": torch.get_rng_state()}  # nothing in a step uses Python's or NumPy's
+def _get_random_states() -> dict[str, torch.Tensor]:
+    tensors = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     return tensors
 
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
-    tensors = _load(path)
+    tensors = _load_tensors(path)
     torch.set_rng_state(tensors["rng/torch"])
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
@@ -136,7 +136,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     return engine_state.restore_raw(moments)
 
 
-def _loss_scale(engine: Engine) -> dict[str, float] | None:
+def _read_loss_scale(engine: Engine) -> dict[str, float] | None:
     """Return the state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
@@ -148,18 +148,18 @@ def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
         scaler = loss_scaler(engine.optimizer)
         for name, value in saved.items():
-            if name in loss_scale_state(scaler):  # it may be fixed now
+            if name in loss_scale_state(scaler):  # the scale may be static now
                 setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
 @dataclass
 class Position:
-    """The position of a run, saved in every checkpoint."""
+    """The progress of a run, saved in every checkpoint."""
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
-    """Samples of the epoch already used, over all ranks."""
+    """Number of samples of the epoch used so far, over all ranks."""
     tokens: int = 0
     target_tokens: int = 0
     last_evaluation: float | None = None
@@ -172,21 +172,21 @@ class Position:
     worse_in_a_row: int = 0
     nonfinite_in_a_row: int = 0
     nonfinite_steps: int = 0
-    """Steps that changed no weight, or had a non-finite loss."""
+    """Number of steps that changed no weight or had a non-finite loss."""
     spikes: int = 0
     latest_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, which the next loss is compared with; this and `spikes` are kept on rank 0 only."""
+    """Losses of the last steps, for comparison with the next one; only rank 0 keeps this and `spikes`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers for JSON, with None for infinity and NaN."""
+        """Return a dict for JSON, with None for infinity and NaN."""
         losses = {"best_loss": self.best_loss, "last_evaluation": self.last_evaluation}
-        known = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
-        return asdict(self) | known
+        finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        return asdict(self) | finite
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
-        """Undo `to_dict`; unknown keys are ignored."""
-        known = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
-        if known.get("best_loss") is None:
-            known["best_loss"] = math.inf
-        return cls(**known)
+        """Undo `to_dict`, ignoring unknown keys."""
+        fields = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
+        if fields.get("best_loss") is None:
+            fields["best_loss"] = math.inf
+        return cls(**fields)

@@ -1,7 +1,7 @@
-"""The files of checkpoints: which are complete, their checksums, and how a new one is published atomically.
+"""Find, verify and atomically publish checkpoints.
 
-COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other file and ends with the digest of those
-lines, so that a single changed bit is found in any file.
+COMPLETE is written last. It contains a line `xxh3-128 bytes name` for every other file, and the digest of those lines,
+so that a single changed bit in any file is detected.
 """
 
 import os
@@ -26,19 +26,19 @@ NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from (None for a fresh start), and a warning about newer damaged ones."""
+    """The checkpoint to resume from (None for a fresh start), and a warning about skipped damaged ones."""
 
     checkpoint: Path | None
     warning: str | None = None
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return a run's completely written checkpoints, oldest first; their contents are not read."""
+    """Return the completely written checkpoints of a run, oldest first, without reading their contents."""
     return [path for path in checkpoint_folders(run_dir) if (path / MARKER).exists()]
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Return all folders `checkpoint-N` of a run, complete or not, oldest first."""
+    """Return all `checkpoint-N` folders of a run, complete or not, oldest first."""
     return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
@@ -56,13 +56,13 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
         return Choice(None)
     if setting in ("latest", "auto"):
         return _choose_newest_intact(setting, run_dir, read)
-    path, setting_text = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
+    path, prefix = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
     if not (path / "state.json").exists() and not (path / MARKER).exists():
-        raise UserError(f"{setting_text}: not the folder of a checkpoint; use latest, or {run_dir}/checkpoint-N")
+        raise UserError(f"{prefix}: is not a checkpoint folder; use latest, or {run_dir}/checkpoint-N")
     problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)
-    raise UserError(f"{setting_text}: {problem}; use another one, or latest, which takes the newest complete one")
+    raise UserError(f"{prefix}: {problem}; use another one, or latest for the newest complete one")
 
 
 def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
@@ -75,7 +75,7 @@ def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
             return Choice(folder, warning)
         damaged.append(f"{folder.name} ({problem})")
     if damaged:
-        # `auto` does not start over here either: it would overwrite what may still be recovered.
+        # Even `auto` does not start over: it would overwrite checkpoints that may still be recovered.
         raise UserError(
             f"training.resume_from_checkpoint={setting}: no complete checkpoint in {run_dir}: {'; '.join(damaged)}; "
             "start a new run in another output_dir"
@@ -83,7 +83,7 @@ def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
     if setting == "latest":
         raise UserError(
             f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; "
-            "use auto, which then starts from scratch"
+            "use auto to start from scratch"
         )
     return Choice(None)
 
@@ -100,14 +100,14 @@ def find_damage(checkpoint: Path) -> str | None:
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():
-            if (found := (checkpoint / name).stat().st_size) != size:
-                return f"{name} is damaged: {found:,} bytes of {size:,}"
+            if (size_found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} is damaged: {size_found:,} bytes of {size:,}"
             if checksum(checkpoint / name) != digest:
                 return f"{name} is damaged: its checksum does not match"
         return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        return "was not written completely: it has no COMPLETE" if name == MARKER else f"{name} is missing"
+        return "is incomplete: it has no COMPLETE" if name == MARKER else f"{name} is missing"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
@@ -126,14 +126,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
     if state.get("format") != FORMAT:
         raise UserError(
-            f"{checkpoint}: has format {state.get('format')}, and this version reads {FORMAT}; "
+            f"{checkpoint}: has format {state.get('format')}, but this version reads {FORMAT}; "
             "resume with the version of zerolora that wrote it"
         )
     return state
 
 
 def checksum(file: Path) -> str:
-    """Return the XXH3-128 of a file, which is as fast to compute as the disk can read."""
+    """Return the XXH3-128 of a file, computed as fast as the disk can read."""
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         # Uninitialized memory: filling it with zeros would hold the GIL while training needs it.
@@ -144,7 +144,7 @@ def checksum(file: Path) -> str:
 
 
 def seal(folder: Path) -> None:
-    """Write COMPLETE: the checksums of all files in the folder, and of the list itself."""
+    """Write COMPLETE with the checksums of all files in the folder."""
     # A tokenizer with several chat templates has a folder of them.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     sums = {str(file.relative_to(folder)): (checksum(file), file.stat().st_size) for file in files}
@@ -152,7 +152,7 @@ def seal(folder: Path) -> None:
 
 
 def reseal(folder: Path, name: str) -> None:
-    """Update the checksum of a file that was rewritten on purpose, if the folder is a sealed checkpoint."""
+    """Update the checksum of an intentionally rewritten file, if the folder is a sealed checkpoint."""
     marker = folder / MARKER
     sums = _parse_checksums(marker.read_bytes()) if marker.is_file() else None
     if sums and name in sums:
@@ -166,34 +166,34 @@ def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
     """Return checksum and size by file name; None for a damaged marker."""
-    lines, own = marker[:-33], marker[-33:]
-    if own != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
+    lines, digest_line = marker[:-33], marker[-33:]
+    if digest_line != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
         return None
     rows = [line.split(" ", 2) for line in lines.decode().splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
-    """Seal a folder, flush it to the disk and rename it to `final`, after moving `later` checkpoints aside.
+    """Seal a folder, flush it to disk and rename it to `final`, after moving `later` checkpoints aside.
 
-    A crash at any point leaves older checkpoints untouched. Returns the new names of the moved ones.
+    A crash at any point leaves older checkpoints untouched. Returns the new paths of the moved ones.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
         sync(path)
-    in_the_way = [final] if final.exists() and final not in later else []
-    aside = [_set_aside(checkpoint) for checkpoint in (*later, *in_the_way) if checkpoint.exists()]
+    existing = [final] if final.exists() and final not in later else []
+    moved = [_set_aside(checkpoint) for checkpoint in (*later, *existing) if checkpoint.exists()]
     os.replace(folder, final)
-    # The run's folder and its parents may be as new as the checkpoint.
+    # The run's folder and its parents may be new, too.
     for parent in final.absolute().parents:
         sync(parent)
         if parent.is_mount():
             break
-    return aside
+    return moved
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint to `abandoned-...`, which no run resumes from by itself."""
+    """Rename a checkpoint to `abandoned-...`, which runs resume from only if it is named."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
@@ -201,11 +201,11 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
-    """Return the checkpoints after a step, complete or not, which a run that resumes from that step abandons."""
+    """Return the checkpoints after a step, complete or not; a run that resumes from that step abandons them."""
     return [path for path in checkpoint_folders(run_dir) if checkpoint_step(path) > step]
 
 
 def surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
-    """Yield the complete checkpoints beyond the newest `keep`, except for those at steps in `protect`."""
+    """Yield the complete checkpoints other than the newest `keep` and those at steps in `protect`."""
     if keep is not None:
         yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)

@@ -1,9 +1,9 @@
-"""The checkpoints of a run on one rank: the one it resumes from, those it writes, and the best.
+"""Restore, write and select the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device still computes the step; `save`, once the loss
-of the step is known, starts the writing; `settle`, called before the next copy and at the end, exchanges the outcome
-between ranks.
+`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts the
+writing once the loss of the step is known. `settle`, called before the next copy and at the end, waits for it and
+exchanges the outcome between ranks.
 """
 
 import math
@@ -21,7 +21,7 @@ from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_out
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.identity import describe_finished, plan_resumption, run_identity
+from trainer.checkpoint.identity import build_identity, describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig, UserError
@@ -39,13 +39,13 @@ from trainer.scu.controller import Steering
 from trainer.tasks.task import BatchSource
 
 REQUANTIZED_MOMENTS = (
-    "the 8-bit moments are partitioned otherwise than in the checkpoint and were quantized again: the run continues "
-    "almost, but not exactly, as it would have"
+    "the 8-bit moments are partitioned differently than in the checkpoint and were quantized again, so the run "
+    "does not continue bit for bit"
 )
 
 
 class CheckpointManager:
-    """The checkpoint that all ranks agree to resume from, and those written afterwards; every rank has a manager."""
+    """Manages the checkpoints of a run; every rank has an instance."""
 
     def __init__(
         self, config: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output, folder: RunFolder
@@ -54,20 +54,20 @@ class CheckpointManager:
         self._run_dir, self._folder = Path(config.output_dir), folder
         self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
-        self._begun_at = 0
+        self._first_step = 0
         self._later: list[Path] = []
-        self._aside: list[Path] = []
+        self._renamed: list[Path] = []
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
-        self._not_uploaded = ""
+        self._upload_problem = ""
 
     @phase("restore")
     def agree(self) -> None:
-        """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
+        """Agree on the checkpoint before weights are loaded. Raises UserError if it is damaged or of another run."""
         config, ranks = self._config, self._ranks
-        given = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
-        resumption = run_on_main(ranks, lambda: given(config, self._prepared))
+        plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
+        resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
@@ -78,47 +78,47 @@ class CheckpointManager:
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
     ) -> tuple[Position, dict[str, Any] | None]:
-        """Load the checkpoint, if any, into engine, schedule and batches; return position and state of the SCU."""
+        """Load the checkpoint, if any, into engine, schedule and batches; return the position and the SCU's state."""
         training = self._config.training
         if self.checkpoint is None:
             return Position(best_metric=training.compared_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
-        self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
+        self._later, self._first_step = later_checkpoints(self._run_dir, position.step), position.step
         self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {describe_finished(position.step, total_steps)}")
-        best, now = position.best_step, training.compared_metric
-        why = f"training.best_metric is now {now}" if position.best_metric != now else ""
+        best, metric = position.best_step, training.compared_metric
+        reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
-            why = f"the best checkpoint so far (step {best}) is missing"
-        if best and why:
-            self._say(f"note: {why}; the search for the best starts over")
+            reason = f"the best checkpoint so far (step {best}) is missing"
+        if best and reason:
+            self._say(f"note: {reason}; the search for the best starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
-        position.best_metric = now
+        position.best_metric = metric
         restore_schedule(schedule, int(state["schedule_steps"]))
         if isinstance(batches, StreamBatches):
             batches.load_state_dict(state.get("stream", {}))
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, the adapter's update times `factor`; a collective call. Raises SaveFailed."""
+        """Write the final weights, the adapter's update scaled by `factor`; a collective call. Raises SaveFailed."""
         moved, identity = has_moved(schedule), self._find_identity()
         self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
 
     def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
-            found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
-            self._identity = found.model_dump()
+            identity = build_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+            self._identity = identity.model_dump()
         return self._identity
 
     @phase("save")
     def copy(self, engine: Engine) -> None:
         """Queue copies of engine state and weights behind the current step on the device; a collective call."""
-        with suppress(SaveFailed):  # the previous save: its failure was reported, and the next one follows
+        with suppress(SaveFailed):  # the failure of the previous save was reported, and this one follows
             self.settle()
         state = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"), averaged_weights(engine):
@@ -128,14 +128,14 @@ class CheckpointManager:
         self._copied = state, weights
 
     def make_updates_wait(self) -> None:
-        """Make the device, not the host, wait for the copies before the next update changes the tensors."""
+        """Make the next update on the device wait for the copies, without blocking the host."""
         self._copies.make_updates_wait()
 
     @phase("save")
     def save(
         self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: Steering | None
     ) -> None:
-        """Start writing the copies and the state of everything else while training continues; a collective call.
+        """Start writing the copies and all other state while training continues; a collective call.
 
         Raises SaveFailed on every rank, after a warning, if the folder cannot be created.
         """
@@ -150,7 +150,7 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-        write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
+        write_weights = self._folder.build_weights_writer(engine, weights, must_have_moved=has_moved(schedule))
         rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:
@@ -172,52 +172,52 @@ class CheckpointManager:
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
-        """Publish a written checkpoint and delete surplus ones except those of the steps `protect`; in the thread.
+        """Publish a written checkpoint and delete surplus ones, except at the steps `protect`; runs in the thread.
 
-        Checkpoints of an earlier run beyond the step this one resumed from are renamed.
+        Renames checkpoints of an earlier run after the step that this one resumed from.
         """
         self._folder.check()
-        self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
+        self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
         self._upload()
 
     def _upload(self) -> str | None:
-        """Copy the run to its object store, if any; what fails is reported, and follows with the next checkpoint."""
+        """Upload the run to its object store, if any; a failure is reported, and the next checkpoint tries again."""
         try:
-            self._not_uploaded = ""
+            self._upload_problem = ""
             return upload_run(self._run_dir)
         except UserError as error:
-            self._not_uploaded = str(error)
+            self._upload_problem = str(error)
             return None
 
     @phase("save")
     def upload_result(self) -> None:
-        """Copy the finished run to its object store, if any. Raises SaveFailed on rank 0."""
-        if self._ranks.is_main and (place := self._upload()):
-            self._say(f"uploaded     {escape(place)}")
-        if self._not_uploaded:
-            raise SaveFailed(f"{self._not_uploaded}; the result is in {self._run_dir}")
+        """Upload the finished run to its object store, if any. Raises SaveFailed on rank 0."""
+        if self._ranks.is_main and (address := self._upload()):
+            self._say(f"uploaded     {escape(address)}")
+        if self._upload_problem:
+            raise SaveFailed(f"{self._upload_problem}; the result is in {self._run_dir}")
 
     @phase("save")
     def settle(self) -> None:
-        """Wait until the current save is complete; a collective call. Raises SaveFailed, after a warning."""
+        """Wait for the current save; a collective call. Raises SaveFailed, after a warning."""
         save, self._current = self._current, None
         if save is None:
             return
         with self._warn_on_failure():
             save.finish()
         self._later = []
-        if self._not_uploaded:
-            self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._not_uploaded)}; training continues")
-            self._not_uploaded = ""
-        if self._aside:
-            names = ", ".join(path.name for path in self._aside)
-            self._say(f"checkpoints after step {self._begun_at} belong to the earlier run: kept as {names}")
-            self._aside = []
+        if self._upload_problem:
+            self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._upload_problem)}; training continues")
+            self._upload_problem = ""
+        if self._renamed:
+            names = ", ".join(path.name for path in self._renamed)
+            self._say(f"checkpoints after step {self._first_step} belong to the earlier run and were renamed: {names}")
+            self._renamed = []
 
     def wait_for_save(self, seconds: float) -> None:
-        """Wait up to `seconds` for the current save, on this rank only, after the run has failed."""
+        """Wait up to `seconds` for the current save on this rank only, after the run has failed."""
         if self._current is not None:
             self._current.thread.join(seconds)
 
@@ -232,23 +232,23 @@ class CheckpointManager:
     def restore_best(self, engine: Engine, position: Position) -> int | None:
         """Restore the weights with the best `best_metric` if `best_checkpoint` is set; return their step.
 
-        Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
+        Returns None to keep the last weights: they are the best, or the best checkpoint is damaged.
         """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._checkpoint_path(position.best_step)
         if problem := run_on_main(self._ranks, lambda: find_damage(best)):
-            self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
+            self._say(f"[yellow]warning:[/yellow] keeping the last weights: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)
         metric = position.best_metric
         is_known = metric == "loss" and not self._config.evaluation.has_scores
         position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
-        named = "lowest held-out loss" if metric == "loss" else f"best {metric}"
-        self._say(f"the weights of step {position.best_step} have the {named} and are kept")
+        score = "lowest held-out loss" if metric == "loss" else f"best {metric}"
+        self._say(f"keeping the weights of step {position.best_step}, which have the {score}")
         return position.best_step
 
     def _checkpoint_path(self, step: int) -> Path:
         """Return the checkpoint of a step, in this run's folder or that of the run it resumes."""
-        own = self._run_dir / f"checkpoint-{step}"
-        return own if self.checkpoint is None or own.exists() else self.checkpoint.parent / own.name
+        path = self._run_dir / f"checkpoint-{step}"
+        return path if self.checkpoint is None or path.exists() else self.checkpoint.parent / path.name

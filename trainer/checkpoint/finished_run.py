@@ -1,8 +1,9 @@
-"""A finished run: its configuration, tokenizer and adapter, loaded from its folder."""
+"""Load the configuration, tokenizer and adapter of a finished run from its folder."""
 
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.checkpoint.identity import ALLOW, check_loaded
+from trainer.checkpoint.identity import ALLOW, check_unchanged
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
@@ -44,13 +45,13 @@ class FinishedRun:
     run_dir: Path
     config: RunConfig
     allow_mismatch: bool = False
-    """Accept a base, data and files that differ from those used in training."""
+    """Whether the base, data and files may differ from those used in training."""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, base_model: str) -> None:
-    """Add the arguments of `find_run`: RUN, --base-model (`base_model` is its help) and --allow-mismatch."""
+def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> None:
+    """Add the arguments of `find_run`: RUN, --base-model (`base_model_help` is its help) and --allow-mismatch."""
     parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
-    parser.add_argument("--base-model", metavar="MODEL", help=base_model)
+    parser.add_argument("--base-model", metavar="MODEL", help=base_model_help)
     parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
 
 
@@ -59,14 +60,14 @@ def find_run(
 ) -> FinishedRun:
     """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base.
 
-    Raises UserError if the folder is not a run's, holds no adapter, its configuration cannot be read, the folder of
-    the base model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
+    Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the folder of the base
+    model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
     run_dir = find_run_dir(folder)
     config = _read_config(run_dir)
     if config.adapter == "none":
         raise UserError(
-            f"{folder}: trained with adapter: none, so it holds no adapter but the full model, for "
+            f"{folder}: trained with adapter: none, so it is a full model; use it with "
             "AutoModelForCausalLM.from_pretrained, vLLM or `hf upload`"
         )
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
@@ -85,16 +86,16 @@ def find_run(
         config = config.model_copy(update={"base_model": base_model, "model": section})
     is_path = config.base_model.startswith(("/", ".", "~"))
     if needs_base and is_path and not Path(config.base_model).expanduser().exists():
-        raise UserError(f"base_model={config.base_model}: is missing; pass its new location with --base-model")
+        raise UserError(f"base_model={config.base_model}: does not exist; pass its new location with --base-model")
     try:
-        check_loaded(config, folder, needs_base=needs_base)
+        check_unchanged(config, folder, needs_base=needs_base)
     except UserError as error:
         if not allow_mismatch:
             raise
         for mistake in getattr(error, "mistakes", (error,)):
             print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
         _report_bare_layers(folder, config.base_model)
-    # The run's tokenizer has the template that was used; its file may have changed since.
+    # The saved tokenizer has the template used in training; the file of the template may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"dataset": dataset})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
@@ -111,19 +112,19 @@ def _report_bare_layers(folder: Path, base_model: str) -> None:
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
-    """Raise UserError, with the file's name, if the adapter is damaged."""
+    """Raise UserError, naming the file, if the adapter is damaged."""
     if problem := find_adapter_damage(folder):
-        whole = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
-        newest = f"; its newest checkpoint is {whole[-1]}" if whole else ""
+        others = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
+        newest = f"; its newest checkpoint is {others[-1]}" if others else ""
         raise UserError(f"{folder}: {problem}{newest}")
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings; paths that exist relative to the folder it was started in are made absolute."""
+    """Return the run's settings, with absolute paths for files that exist relative to its working directory."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
-    if started_in and _exists(Path(started_in) / "."):
+    if started_in and os.path.isdir(started_in):
         settings = _resolve_paths(settings, Path(started_in))
     try:
         return RunConfig.model_validate_json(json.dumps(settings))
@@ -136,19 +137,12 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
         return {key: _resolve_paths(inner, folder, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [_resolve_paths(inner, folder, name) for inner in value]
-    is_input = name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value)
+    is_input = name in INPUTS and isinstance(value, str) and "\n" not in value and os.path.exists(folder / value)
     return str(folder / value) if is_input else value
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a path
-        return False
-
-
 def saved_tokenizer(run: FinishedRun) -> Any:
-    """Load the tokenizer saved with the adapter, which has the run's chat template."""
+    """Load the tokenizer saved with the adapter, with the run's chat template."""
     section = run.config.model.model_copy(
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
     )
@@ -156,7 +150,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
+    """Return the format of plain-text prompts, None for the chat template; `raw` and `chat` override training."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -170,7 +164,7 @@ def default_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """Load the PEFT model in the run's precision, with the quantized base or rounded weights it was trained with.
+    """Load the PEFT model in the run's precision, with the quantized base or rounded weights of training.
 
     Raises UserError if the base model is missing or the adapter does not fit it.
     """
@@ -202,16 +196,16 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
 
     The adapter keeps the dtype it was trained in, unless `in_32_bits`.
     """
-    set_seed(run.config.seed)  # rows of added tokens are random: every output of a run must have the same
+    set_seed(run.config.seed)  # gives rows of added tokens the same random values in every command
     match_vocabulary(base, tokenizer)
     if run.config.model.has_score:
-        base.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
+        base.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the end of the text by it
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and warnings of libraries."""
+    """Disable progress bars and warnings of libraries."""
     for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)  # torchao warns about kernels for other GPUs
 

@@ -1,18 +1,18 @@
-"""Asynchronous copies of tensors to host memory, for a thread to write while training continues."""
+"""Copy tensors to host memory asynchronously, so that a thread can write them while training continues."""
 
 from contextlib import nullcontext
 
 import torch
 
-# Page-locked memory cannot be swapped, so larger models (full fine-tuning) are copied synchronously.
+# Pinned memory cannot be swapped, so what exceeds this (full fine-tuning) is copied synchronously.
 MAX_PINNED_BYTES = 8 * 2**30
 
 
 class HostCopies:
-    """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next one.
+    """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next save.
 
-    Copies from a GPU run in their own stream behind the work queued so far, so that neither the host nor the next
-    forward and backward pass waits. Call `make_updates_wait` before queueing what changes the tensors.
+    Copies from a GPU run in their own stream after the work queued so far, so that neither the host nor the next
+    forward and backward pass waits. Call `make_updates_wait` before queueing work that changes the tensors.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class HostCopies:
         self._updates_wait = True
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy in host memory, which for a GPU tensor is valid after `wait`."""
+        """Copy a tensor to contiguous host memory; for a GPU tensor the copy is valid after `wait`."""
         tensor = tensor.detach()
         buffer = self._buffer(name, tensor)
         if buffer is None:
@@ -32,7 +32,7 @@ class HostCopies:
             return buffer.copy_(tensor, non_blocking=True)
 
     def mark_queued(self) -> None:
-        """Mark that all copies of a save have been queued."""
+        """Record that all copies of a save are queued."""
         if self._stream is not None:
             # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.
             self._event = torch.cuda.Event(blocking=True)
@@ -40,7 +40,7 @@ class HostCopies:
             self._updates_wait = False
 
     def make_updates_wait(self) -> None:
-        """Make work queued after this call wait for the copies; the host does not wait."""
+        """Make work queued after this call wait for the copies, without blocking the host."""
         if self._event is not None and not self._updates_wait:
             torch.cuda.current_stream(self._event.device).wait_event(self._event)
             self._updates_wait = True
@@ -51,7 +51,7 @@ class HostCopies:
             self._event.synchronize()
 
     def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Enter the copy stream after the work that produces the tensor; its memory is not reused until copied."""
+        """Return a context of the copy stream that waits for the tensor and keeps its memory until it is copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -61,7 +61,7 @@ class HostCopies:
         return torch.cuda.stream(self._stream)
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the buffer of that name; None if it would exceed MAX_PINNED_BYTES."""
+        """Return the buffer for a tensor, or None if the buffers would exceed MAX_PINNED_BYTES."""
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer

@@ -1,8 +1,9 @@
-"""The identity of a run (base, tokenizer, adapter, data), recorded with it and compared before it is loaded.
+"""Record the identity of a run (base, tokenizer, adapter, data), and compare it before the run is loaded.
 
-Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares all of it and
-reports all differences together: `training.resume_changes` allows those that it names, changes that no optimizer state
-can follow (the adapter's rank or layers) are always refused. Commands compare what determines the model they load.
+Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
+reports all differences together. `training.resume_changes` allows the changes that it names; those that the optimizer
+state cannot follow (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
+model they load.
 """
 
 from collections.abc import Mapping
@@ -28,11 +29,11 @@ ALLOW = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 FIXED, NOT_COMPARED, GROUPS, PEFT_NAMES = (TABLES[name] for name in ("fixed", "not_compared", "groups", "peft_names"))
 MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
-"""Settings that determine the model a finished adapter is loaded into, and which documents were held out."""
+"""Settings that determine the model under a finished adapter, and which documents were held out."""
 
 
 class Identity(BaseModel):
-    """The recorded identity; values not known before the ranks start are None."""
+    """A recorded identity; values that are unknown before the ranks start are None."""
 
     names: dict[str, str | None] = {}
     settings: dict[str, Any] = {}
@@ -45,23 +46,23 @@ class Identity(BaseModel):
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference from the recorded identity."""
+    """A difference from the recorded identity."""
 
     problem: str
     """`setting=value: the recorded value`."""
     change: str
     """`setting old -> new`."""
     group: str | None
-    """Its name in training.resume_changes; None if the change is always allowed."""
+    """The name that allows it in training.resume_changes; None if it is always allowed."""
     fixed: bool = False
-    """Whether no setting allows this change when a checkpoint is resumed."""
+    """Whether resuming always refuses it."""
 
 
-def run_identity(
+def build_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
-    """Return the identity of a run that is about to train, or, without `prepared`, of a finished one."""
-    # Before the ranks start, `global_batch_size` is not yet divided among them.
+    """Return the identity of a run that is about to train; without `prepared`, that of its base and settings alone."""
+    # Divide `global_batch_size` among the ranks, if their number is known.
     shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
         shared = resolve_global_batch(config, count_samples(prepared), data_ranks)
@@ -84,16 +85,16 @@ def run_identity(
 
 
 def recorded_identity(folder: Path) -> Identity | None:
-    """Return the identity that a checkpoint or finished run recorded; None for any other adapter."""
+    """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
-    found: Identity | None = check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
-    return found
+    identity: Identity | None = check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
+    return identity
 
 
-def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
-    """Return how `now` differs from what `name` was trained with; unknown values count as equal."""
-    found = []
+def find_differences(then: Identity, now: Identity, name: str) -> list[Difference]:
+    """List how `now` differs from the training of `name`; unknown values count as equal."""
+    differences = []
     for setting in (setting for setting in now.settings if setting in then.settings):
         old, new = then.settings[setting], now.settings[setting]
         unknown = new == "auto" or (old == "auto" and setting == "dataset.format")
@@ -102,7 +103,7 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         fixed = setting in FIXED or (setting == "adapter" and "none" in (old, new))
         group = GROUPS.get(setting) or GROUPS.get(setting.partition(".")[0])
         problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
-        found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
+        differences.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
     same = is_same_base(then.base, now.base)
     if not same:
         part = find_changed_part(then.base, now.base)
@@ -110,30 +111,30 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         what = "its weights cannot be compared with" if same is None else differ
         before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
         problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
-        found.append(Difference(problem, "the weights of base_model", "base_model"))
+        differences.append(Difference(problem, "the weights of base_model", "base_model"))
     tokenizer = "tokenizer" if "tokenizer" in now.data else "vocabulary"
     for part, setting, what in (("content", "dataset.path", "data"), (tokenizer, "model.tokenizer", "tokenizer")):
         digests = then.data.get(part), now.data.get(part)
         if None not in digests and digests[0] != digests[1]:
             problem = f"{setting}={now.names[setting]}: not the {what} that {name} was trained with"
-            found.append(Difference(problem, f"the {what}", "data"))
+            differences.append(Difference(problem, f"the {what}", "data"))
     if now.global_batch is not None and then.global_batch != now.global_batch:
         before = f"{then.global_batch} (training.global_batch_size: {then.global_batch})"
         problem = f"{now.names['batch']} = {now.global_batch} samples a step: {name} was trained with {before}"
         change = f"samples a step {then.global_batch} -> {now.global_batch}"
-        found.append(Difference(problem, change, "batch"))
+        differences.append(Difference(problem, change, "batch"))
     if now.ranks not in (None, then.ranks):
-        found.append(Difference("", f"ranks {then.ranks} -> {now.ranks}", None))
-    return found
+        differences.append(Difference("", f"ranks {then.ranks} -> {now.ranks}", None))
+    return differences
 
 
-def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
+def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
     """Raise UserError if anything changed since the adapter in `folder` was trained, or its record is missing.
 
-    A base that is neither needed nor on this machine is not compared.
+    The base is not compared if it is neither needed nor on this machine.
     """
-    found = {name: "changed" if (folder / name).exists() else "deleted" for name in changed_files(folder)}
-    problems = [f"{folder}: {name} was {what} after training; restore it" for name, what in found.items()]
+    changes = {name: "changed" if (folder / name).exists() else "deleted" for name in changed_files(folder)}
+    problems = [f"{folder}: {name} was {change} after training; restore it" for name, change in changes.items()]
     then = recorded_identity(folder)
     if then is None:
         record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"
@@ -141,7 +142,7 @@ def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
     else:
         base = fingerprint_base(config.base_model, config.model)
         if needs_base and not base:
-            load_model_config(config.base_model, config.model)  # download it, which makes its commit known
+            load_model_config(config.base_model, config.model)  # downloads config.json, so that the commit is known
             base = fingerprint_base(config.base_model, config.model)
         now = Identity(settings=_comparable_settings(_without_adapter_path(config)))
         problems += [f"{each}; restore the setting" for each in _list_problems(then, now, folder, MODEL_SETTINGS)]
@@ -152,7 +153,7 @@ def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
-    """Raise UserError if splitting the data now could hold out documents that were trained on."""
+    """Raise UserError if splitting the data now could hold out documents used in training."""
     then = recorded_identity(folder)
     if then is not None:
         settings = _comparable_settings(_without_adapter_path(config))
@@ -163,22 +164,22 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
-def check_start(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
+def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
     """Compare base and tokenizer (`origin`) with those of the adapter at lora.adapter_path; return warnings.
 
-    Raises UserError if they differ, or the adapter was changed after training, unless lora.allow_mismatch.
+    Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
         return []
     then = recorded_identity(folder)
     if then is None:
-        named = read_adapter_settings(folder).get("base_model_name_or_path")
-        if not named or Path(named).name.lower() == Path(config.base_model).name.lower():
+        base_name = read_adapter_settings(folder).get("base_model_name_or_path")
+        if not base_name or Path(base_name).name.lower() == Path(config.base_model).name.lower():
             return []
-        return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
-    now = run_identity(_without_adapter_path(config), None, None, None)
-    # Without the chat template: text and conversations may be trained one after the other.
+        return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, and base_model is {config.base_model}"]
+    now = build_identity(_without_adapter_path(config), None, None, None)
+    # Leave out the chat template: an adapter may be trained on text first, and then on conversations.
     now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
     problems = _list_problems(then, now, folder, ("model.added_tokens",))
     if SETTINGS in changed_files(folder):
@@ -190,15 +191,17 @@ def check_start(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
 
 
 def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
-    """Return a line for each difference in base, data and `settings` that needs permission."""
-    kept = {key: value for key, value in now.settings.items() if key.startswith(settings)}
+    """Return a message for each difference in base, data and `settings` that the user must allow."""
+    compared_settings = {key: value for key, value in now.settings.items() if key.startswith(settings)}
     base = then.base if is_same_base(then.base, now.base) is None else now.base
-    found = differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
-    return [each.problem for each in found if each.group or each.fixed]
+    differences = find_differences(
+        then, now.model_copy(update={"settings": compared_settings, "base": base}), str(folder)
+    )
+    return [each.problem for each in differences if each.group or each.fixed]
 
 
 def _without_adapter_path(config: RunConfig) -> RunConfig:
-    """Drop the adapter that the run started from, which may have been deleted or changed since."""
+    """Remove the adapter that the run started from, which may have been deleted or changed since."""
     return config.model_copy(update={"lora": config.lora.model_copy(update={"adapter_path": None})})
 
 
@@ -208,14 +211,14 @@ def _data_path(config: RunConfig) -> str:
 
 
 def _comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Return all comparable settings by dotted name, without those of disabled sections."""
+    """Return the settings to compare by dotted name, without those of disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace those of the section.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
         values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
-    off = {
+    disabled = {
         "lora": config.adapter == "none",
         "quantization": config.adapter != "qlora",
         "scu": not config.scu.enabled,
@@ -224,13 +227,13 @@ def _comparable_settings(config: RunConfig) -> dict[str, Any]:
     for name, value in values.items():
         if not isinstance(value, dict):
             flat[name] = value
-        elif not off.get(name):
+        elif not disabled.get(name):
             flat |= {f"{name}.{key}": _normalize_value(f"{name}.{key}", inner) for key, inner in value.items()}
     return {name: value for name, value in flat.items() if name not in NOT_COMPARED}
 
 
 def _normalize_value(name: str, value: Any) -> Any:
-    """Sort layer names and drop the paths of data sources: their order and place are irrelevant."""
+    """Sort layer names and drop the paths of data sources, since order and location are irrelevant."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":
@@ -241,21 +244,21 @@ def _normalize_value(name: str, value: Any) -> Any:
 
 
 def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
-    """Return the settings of the adapter that training starts from; empty if it is not on this machine yet."""
+    """Return the settings of the initial adapter; empty if it is not on this machine yet."""
     folder: Path | None = Path(adapter_path).expanduser()
     if folder is not None and not folder.exists():
         folder = cached_folder(adapter_path, SETTINGS, "main")
     if folder is None:
         return {}
     saved = read_adapter_settings(folder)
-    found = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
+    settings = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
-    return {name: (value or [] if name in lists else value) for name, value in found.items()}
+    return {name: (value or [] if name in lists else value) for name, value in settings.items()}
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint that a run resumes from, None for a fresh start; with warnings and notes for the user."""
+    """The checkpoint to resume from (None for a fresh start), with warnings and notes for the user."""
 
     checkpoint: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -270,10 +273,10 @@ def plan_resumption(
     precision: str | None = None,
     choice: Choice | None = None,
 ) -> Resumption:
-    """Return the checkpoint to resume from, after verifying its checksums and that it is of the same run.
+    """Choose the checkpoint to resume from, and verify its checksums and that it belongs to the same run.
 
-    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserError with a line for each
-    difference that is not allowed, also between the base and the adapter that training starts from.
+    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserErrors for all differences that
+    are not allowed, including those between the base and an initial adapter.
     """
     training = config.training
     if choice is None:
@@ -281,12 +284,12 @@ def plan_resumption(
     warnings = () if choice.warning is None else (choice.warning,)
     checkpoint = choice.checkpoint
     if checkpoint is None:
-        return Resumption(None, (*warnings, *check_start(config, prepared.data.origin)))
+        return Resumption(None, (*warnings, *check_initial_adapter(config, prepared.data.origin)))
     state, then = read_state(checkpoint), recorded_identity(checkpoint)
     notes = []
     if then is not None:
-        now = run_identity(config, prepared, world_size, precision)
-        refused, note = compare(then, now, checkpoint, training.resume_changes)
+        now = build_identity(config, prepared, world_size, precision)
+        refused, note = compare_identities(then, now, checkpoint, training.resume_changes)
         if refused:
             raise UserErrors(refused)
         notes += [note] if note else []
@@ -298,26 +301,28 @@ def plan_resumption(
 
 
 def describe_finished(step: int, total_steps: int) -> str:
-    """Return the note for a run that has already done all of its steps."""
+    """Return the note for a run without remaining steps."""
     return (
         f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
         "nothing is left to train; raise them to continue"
     )
 
 
-def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """Return a line for each refused difference, and one line for all others (None if there are none)."""
+def compare_identities(
+    then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]
+) -> tuple[list[str], str | None]:
+    """Return a message for each refused difference, and one note for all others (None without any)."""
     refused, changed = [], []
-    for found in differences(then, now, checkpoint.name):
-        if found.fixed:
+    for difference in find_differences(then, now, checkpoint.name):
+        if difference.fixed:
             weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
             refused.append(
-                f"{found.problem}, and its optimizer state fits nothing else; set it back, or start a new run with "
-                f"{weights}: {checkpoint}"
+                f"{difference.problem}, and its optimizer state fits nothing else; set it back, or start a new run "
+                f"with {weights}: {checkpoint}"
             )
-        elif found.group is None or found.group in allowed:
-            changed.append(found.change)
+        elif difference.group is None or difference.group in allowed:
+            changed.append(difference.change)
         else:
-            fix = f"set it back, or allow the change with training.resume_changes: [{found.group}]"
-            refused.append(f"{found.problem}; {fix}")
+            fix = f"set it back, or allow the change with training.resume_changes: [{difference.group}]"
+            refused.append(f"{difference.problem}; {fix}")
     return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

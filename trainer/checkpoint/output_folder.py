@@ -1,9 +1,8 @@
-"""Checks before a run without importing torch (a contract of import-linter): its output folder, and that inputs exist.
+"""Check the output folder and inputs of a run without importing torch (a contract of import-linter).
 
-Nothing is written, except that a folder on an object store is copied here first.
+Writes nothing, except that the folder of a run on an object store is copied here first.
 """
 
-import errno
 import os
 import shutil
 import stat
@@ -25,29 +24,29 @@ from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
 
-FREE_GIB_NEEDED = 1.0
-NAMES_SHOWN = 3
+MIN_FREE_GIB = 1.0
+MAX_SHOWN_NAMES = 3
 Result = TypeVar("Result")
 
 
 def check_early(config: RunConfig, *, to_train: bool = True) -> None:
-    """Raise UserError if the output folder cannot be used, or a model, template or data do not exist.
+    """Raise UserError if the output folder cannot be used, or the model, template or data do not exist.
 
-    With `to_train=False` the output folder may already contain a run, or no checkpoint to resume.
+    With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume.
     """
-    check_place(config)
+    check_output_folder(config)
     for run in config.runs:
         name_adapter(check_early, run, to_train=to_train)
     if config.runs:
-        found = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
-        if to_train and config.training.resume_from_checkpoint == "latest" and not found:
+        has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
+        if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
             raise UserError(
                 "training.resume_from_checkpoint=latest: no adapter has a checkpoint to resume from; remove it"
             )
         return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
-        check_free(config)
+        check_no_conflict(config)
     names = {"model.tokenizer": config.model.tokenizer, "lora.adapter_path": config.lora.adapter_path}
     for setting, name in ({"base_model": config.base_model} | names).items():
         if name and not is_random(name) and not Path(name).exists():
@@ -58,22 +57,22 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
         local_path(SourceSection(path=config.scu.reference), "scu.reference")
     check_task_names(config.evaluation.tasks)
     data = config.dataset
-    sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
+    sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)] or [("dataset", data)]
     for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
         if source is not None and source.path is not None:
             local_path(source, label)
 
 
 def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
-    """Return what a check of one adapter's run returns; its errors name the adapter."""
+    """Return the result of a check of one adapter's run; its errors name the adapter."""
     try:
         return check(run, *arguments, **options)
     except UserError as error:
         raise UserError(f"adapter {Path(run.output_dir).name}: {error}") from None
 
 
-def check_place(config: RunConfig) -> None:
-    """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
+def check_output_folder(config: RunConfig) -> None:
+    """Raise UserError if the output folder is not writable, or contains files that no run wrote."""
     folder = Path(config.output_dir)
     fetch_run(folder)
     try:
@@ -82,16 +81,18 @@ def check_place(config: RunConfig) -> None:
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_separate(config, folder)
-        found = list_run_files(folder)
-        is_ours = holds_run(folder) or (config.adapters and (folder / SWEEP).is_file())
-        if found and not is_ours:
-            names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
-            raise UserError(f"output_dir={folder}: holds files of something else ({names}); use a new folder")
+        entries = list_run_files(folder)
+        is_run = holds_run(folder) or (config.adapters and (folder / SWEEP).is_file())
+        if entries and not is_run:
+            names = ", ".join(path.name for path in entries[:MAX_SHOWN_NAMES]) + (
+                ", ..." if len(entries) > MAX_SHOWN_NAMES else ""
+            )
+            raise UserError(f"output_dir={folder}: contains files that no run wrote ({names}); use a new folder")
     except OSError as error:
         raise UserError(f"output_dir={folder}: {error.strerror}; use another folder") from None
 
 
-def check_free(config: RunConfig) -> None:
+def check_no_conflict(config: RunConfig) -> None:
     """Raise UserError unless a run may start or resume in the folder; the caller holds its lock."""
     problem = _find_conflict(config)
     if problem:
@@ -99,7 +100,7 @@ def check_free(config: RunConfig) -> None:
 
 
 def find_obstacle(config: RunConfig) -> str | None:
-    """Return why `zerolora train` would refuse to write into the folder now, with the fix; None if it would not."""
+    """Return why `zerolora train` would refuse the output folder now, with the fix; None if it would not."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
         return f"a run is active in it ({holder}); wait until it ends, or use another folder"
@@ -107,9 +108,9 @@ def find_obstacle(config: RunConfig) -> str | None:
 
 
 def _find_conflict(config: RunConfig) -> str | None:
-    """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
-    if config.runs:  # each has a folder of its own in it
-        return next((f"{run.output_dir} {found}" for run in config.runs if (found := _find_conflict(run))), None)
+    """Return the conflict with an earlier run in the folder, and the fix; None if there is none."""
+    if config.runs:  # each run has its own folder
+        return next((f"{run.output_dir} {conflict}" for run in config.runs if (conflict := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None
@@ -125,10 +126,10 @@ def _find_conflict(config: RunConfig) -> str | None:
 
 
 def _find_move_obstacle(folder: Path) -> str | None:
-    """Return why the folder's content cannot be moved to a folder next to it; None if it can."""
+    """Return why the content cannot be moved to a sibling folder; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):
-        return "output.overwrite cannot move a run out of a mounted disk; use a subfolder of it"
+        return "output.overwrite cannot move a run out of a mount point; use a subfolder of it"
     if not os.access(real.parent, os.W_OK | os.X_OK):
         return f"output.overwrite cannot move the earlier run aside: no permission to write in {real.parent}"
     return None
@@ -154,20 +155,20 @@ def _check_writable(folder: Path, existing: Path) -> None:
     mode = existing.stat().st_mode
     if not stat.S_ISDIR(mode):
         kinds = ((stat.S_ISREG, "file"), (stat.S_ISFIFO, "named pipe"), (stat.S_ISSOCK, "socket"))
-        kind = next((word for is_kind, word in kinds if is_kind(mode)), "device")
+        kind = next((name for is_kind, name in kinds if is_kind(mode)), "device")
         raise UserError(f"output_dir={folder}: {existing} is a {kind}; use another folder")
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; use another disk")
+        raise UserError(f"output_dir={folder}: {existing} is on a read-only file system; use another disk")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
     disk = shutil.disk_usage(existing)
     if not disk.total:
-        raise UserError(f"output_dir={folder}: {existing} is on no disk; use another folder")
+        raise UserError(f"output_dir={folder}: {existing} is on a file system without storage; use another folder")
     free_gib = disk.free / 2**30
-    if free_gib < FREE_GIB_NEEDED:
+    if free_gib < MIN_FREE_GIB:
         raise UserError(
-            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need at least {FREE_GIB_NEEDED}; "
-            "make room"
+            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, but checkpoints need at least "
+            f"{MIN_FREE_GIB}; make room"
         )
 
 
@@ -179,24 +180,24 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
     except RuntimeError:
         home = Path("/")  # a user without a home
     if real == home or real in home.parents:
-        what = "your home folder" if real == home else "above your home folder"
-        raise UserError(f"output_dir={folder}: is {what}; use a separate folder")
+        problem = "is your home folder" if real == home else "contains your home folder"
+        raise UserError(f"output_dir={folder}: {problem}; use a separate folder")
     if (real / ".git").exists():
         raise UserError(f"output_dir={folder}: is a git checkout; use a separate folder, such as {folder / 'run'}")
     for name, path in _list_inputs(config):
-        read = path.resolve()
-        if read == real:
+        real_input = path.resolve()
+        if real_input == real:
             raise UserError(f"output_dir={folder}: is also {name}; use a separate folder")
-        if real in read.parents:
+        if real in real_input.parents:
             raise UserError(f"output_dir={folder}: contains {name} ({path}); use a separate folder")
-        if read in real.parents and read.is_dir():
-            raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside of it")
+        if real_input in real.parents and real_input.is_dir():
+            raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside it")
 
 
 def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
-    """Return (setting, path) of the run's local inputs and its caches."""
+    """Return (setting, path) of the run's local inputs and caches."""
     data = config.dataset
-    given = [
+    inputs = [
         ("base_model", config.base_model),
         ("model.tokenizer", config.model.tokenizer),
         ("lora.adapter_path", config.lora.adapter_path),
@@ -205,16 +206,8 @@ def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
         *((f"dataset.mix.{index}.path", source.path) for index, source in enumerate(data.mix)),
         ("dataset.chat_template", data.chat_template),
     ]
-    found = [(name, Path(text).expanduser()) for name, text in given if text and _exists(text)]
+    # os.path takes any text, such as a chat template or a name on the hub.
+    paths = [(name, Path(os.path.expanduser(text))) for name, text in inputs if text]
+    existing = [(name, path) for name, path in paths if os.path.exists(path)]
     caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the hub's cache", Path(HF_HUB_CACHE))]
-    return [*found, *caches]
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        # Too long for a path: a whole chat template, or a name on the hub.
-        if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
-            raise
-        return False
+    return [*existing, *caches]

@@ -1,7 +1,7 @@
 """The output folder of a run: records, checkpoints, final weights and report.
 
-Every rank has a RunFolder, since gathering weights is collective; only rank 0 writes, after checking each time that the
-folder still belongs to this run.
+Every rank has a RunFolder, since gathering weights is collective. Only rank 0 writes, and first checks each time that
+the folder still belongs to this run.
 """
 
 import shutil
@@ -29,10 +29,10 @@ from trainer.contract.rank_arguments import resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
-from trainer.monitor.report.model_card import CARD, is_own_card
+from trainer.monitor.report.model_card import CARD, is_users_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
-from trainer.monitor.report.write import ANSWERS, end_summary, record_answer, write_report
+from trainer.monitor.report.write import ANSWERS, format_end_summary, record_answer, write_report
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.optimizer import averaged_weights
 from trainer.parallel.engine.protocol import Engine
@@ -45,7 +45,7 @@ INITIAL_ADAPTER = "initial_adapter"
 
 
 class RunFolder:
-    """The folder of one run, on one rank."""
+    """The output folder of a run, as seen by one rank."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class RunFolder:
         say: Output,
         lock: FolderLock | None,
     ) -> None:
-        """Write nothing yet. `config` has no `auto` values; `lock` is the folder's lock, held by rank 0."""
+        """Write nothing yet. `config` has its `auto` values resolved; `lock` is the folder's lock, held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
         self.metrics: Metrics | None = None
-        """On rank 0, once the folder is open."""
+        """Set by `open` on rank 0."""
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Raise FolderLost if another run has taken the folder; called before every write."""
+        """Raise FolderLost if another run has taken over the folder; called before every write."""
         if self._lock is not None:
             self._lock.check()
 
@@ -80,9 +80,9 @@ class RunFolder:
         prompt_text: str | None,
         checkpoint: Path | None,
     ) -> None:
-        """Write the run's record and open the metrics, after all checks have passed.
+        """Write the run's record and open the metrics, once all checks have passed.
 
-        `checkpoint` is the one that the run resumes from.
+        `checkpoint` is the one to resume from, if any.
         """
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
@@ -93,8 +93,8 @@ class RunFolder:
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say.show(moved)
-            run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
-            self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *run_on)
+            environment = (self._ranks.world_size, str(device.type), precision, prompt_text)
+            self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)
             self._write_record()
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
@@ -105,59 +105,59 @@ class RunFolder:
             )  # fmt: skip
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write metrics of a step on rank 0."""
+        """Write the metrics of a step, on rank 0."""
         if self.metrics is not None:
             self.metrics.log(step, values)
 
     def _copy_initial_adapter(self, source: Path) -> None:
-        """Copy the initial adapter of the resumed run into this folder, unless it is already there."""
+        """Copy the initial adapter of the resumed run into this folder unless it exists."""
         if (self.path / INITIAL_ADAPTER).is_dir():
             return
         if not source.is_dir():
-            raise UserError(f"{source}: missing, and the run cannot continue without it; restore it")
+            raise UserError(f"{source}: is missing, but the run cannot continue without it; restore it")
         if self._ranks.is_main:
             shutil.copytree(source, self.path / INITIAL_ADAPTER)
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
-        """Keep the answer to a sample prompt for the report."""
-        self._keep(ANSWERS, partial(record_answer, self.path, prompt, when, answer))
+        """Record the answer to a sample prompt for the report."""
+        self._write_optional(ANSWERS, partial(record_answer, self.path, prompt, when, answer))
 
     def save_examples(self, examples: list[Example]) -> None:
-        """Keep training examples for the report."""
-        self._keep(EXAMPLES, partial(record_examples, self.path, examples))
+        """Record training examples for the report."""
+        self._write_optional(EXAMPLES, partial(record_examples, self.path, examples))
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
-        """Keep the image generated from a sample prompt, for the report and TensorBoard."""
-        self._keep(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
+        """Record the image generated from a sample prompt, for the report and TensorBoard."""
+        self._write_optional(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
         if self.metrics is not None:
             self.metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
-        """Write the records of the Shannon Control Unit."""
-        self._keep("the SCU's records", partial(steering.write_files, self.path))
+        """Write the records of the SCU."""
+        self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
-    def _keep(self, what: str, write: Callable[[], object]) -> None:
+    def _write_optional(self, label: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
             self.check()
-            with self.tolerating_full_disk(what):
+            with self.tolerate_full_disk(label):
                 write()
 
     @contextmanager
-    def tolerating_full_disk(self, what: str) -> Iterator[None]:
-        """Warn and continue if the disk is full; for files the result does not need."""
+    def tolerate_full_disk(self, label: str) -> Iterator[None]:
+        """Warn and continue if the disk is full while writing a file that the result does not need."""
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
             yield
         if failures:
-            self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
+            self._say(f"[yellow]warning:[/yellow] {label}: not written: {escape(failures[0])}")
 
     @phase("save")
     def save_result(
         self, engine: Engine, *, must_have_moved: bool, factor: float, identity: dict[str, Any] | None
     ) -> None:
-        """Write the final weights to a temporary folder and move them into place; a collective call.
+        """Write the final weights to a temporary folder, then move them into place; a collective call.
 
-        `factor` scales the adapter's update; `identity` is that of the run, on rank 0. Raises SaveFailed.
+        `factor` scales the adapter's update; `identity` is the identity of the run, on rank 0. Raises SaveFailed.
         """
         result = self.path / RESULT
         failures: list[str] = []
@@ -169,67 +169,69 @@ class RunFolder:
             with averaged_weights(engine):
                 weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
             for name, value in weights.items():
-                if "lora_" in name and "_B." in name:  # copies; also lora_embedding_B
+                if "lora_" in name and "_B." in name:  # lora_B and lora_embedding_B; the values are copies
                     value.mul_(factor)
             if self._ranks.is_main:
-                self.weights_writer(engine, weights, must_have_moved=must_have_moved)(result)
+                self.build_weights_writer(engine, weights, must_have_moved=must_have_moved)(result)
                 self.check()
                 self._write_card(result)
                 record_result(self.path, place_result(self.path), identity)
         if failures:
-            raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
+            raise SaveFailed(
+                f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint contains it"
+            )
 
     def restore_record(self) -> None:
-        """Check the folder, and rewrite the record if it was moved away."""
+        """Check the folder, and write the record again if it was moved away."""
         self.check()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
             self._write_record()
             (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
-        """Write seconds by phase, added to those of the earlier starts of this run."""
-        with self.tolerating_full_disk(TIMES):
+        """Write the seconds by phase, added to those of earlier starts of this run."""
+        with self.tolerate_full_disk(TIMES):
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
         """Write the report and print the summary, with the held-out loss before and after training."""
         page = None
-        with self.tolerating_full_disk("report.html"):
+        with self.tolerate_full_disk("report.html"):
             try:
                 page = write_report(self.path)
             except OSError:
                 raise
-            except Exception as error:  # the run is complete: a broken report must not restart it
+            except Exception as error:  # the run is complete; a failed report must not restart it
                 traceback.print_exc()
-                found = escape(f"{type(error).__name__}: {error}")
-                self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
-        for line in end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
+                problem = escape(f"{type(error).__name__}: {error}")
+                self._say(f"[yellow]warning:[/yellow] report.html: not written: {problem}; the run is complete")
+        for line in format_end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
             self._say(line)
 
-    def print_how_to_resume(self, step: int) -> None:
+    def print_resume_command(self, step: int) -> None:
         """Print the command that resumes this run, which was stopped after `step`."""
         command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
         self._say(escape(f"stopped at step {step}, saved; continue with: {command}"))
 
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
-        """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
+        """Return the form of this run's adapter; None in full training, and on ranks other than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
             self._form = AdapterForm.from_model(engine.module, [name for name, _ in trained_parameters(engine.module)])
         return self._form
 
-    def weights_writer(
+    def build_weights_writer(
         self, engine: Engine, weights: dict[str, torch.Tensor], *, must_have_moved: bool
     ) -> Callable[[Path], None]:
-        """Return a function that writes copied weights and their tokenizer files into a folder, on rank 0.
+        """Return a function that writes gathered weights and tokenizer files to a folder, on rank 0.
 
-        `must_have_moved`: the learning rate has been above zero.
+        `must_have_moved` is set once the learning rate has been above zero.
         """
-        model, whole = engine.module, self._config.adapter == "none"
+        model, is_full_training = engine.module, self._config.adapter == "none"
         write_companions = self._task.companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:
-            if whole:
+            if is_full_training:
                 write_full_model(model, weights, folder)
             else:
                 form = self.adapter_form(engine)
@@ -241,7 +243,7 @@ class RunFolder:
         return write
 
     def _write_card(self, result: Path) -> None:
-        """Write the model card, unless the folder has one that the user wrote."""
-        if self._config.adapter != "none" and not is_own_card(self.path / CARD):
+        """Write the model card unless the user wrote one."""
+        if self._config.adapter != "none" and not is_users_card(self.path / CARD):
             card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

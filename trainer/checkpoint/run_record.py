@@ -1,6 +1,6 @@
-"""The record of a run and the files that belong to it.
+"""Write and read the record of a run, and move or delete the files that belong to it.
 
-training_config.json is the resolved configuration, run.json has versions, commit and command.
+training_config.json is the resolved configuration; run.json has versions, commit and command.
 """
 
 import os
@@ -37,25 +37,25 @@ RUN_FILES = (
     *("samples", "time_by_phase.json", "examples.json"),
 )
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
-# Names in folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
+# Entries of folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
 IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
 def find_run_dir(folder: Path) -> Path:
-    """Return the output folder of a run, or that of a checkpoint in it. Raises UserError if it is neither."""
+    """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError otherwise."""
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else "no such folder"
         raise UserError(f"{folder}: {found}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; pass the output_dir of a run")
+        raise UserError(f"{folder}: is not the folder of a run, it has no {CONFIG}; pass the output_dir of a run")
     return run_dir
 
 
 def write_run_record(
     run_dir: Path, settings: str, world_size: int, device: str, precision: str, prompt_text: str | None = None
 ) -> None:
-    """Write training_config.json (`settings`, which `zerolora train` accepts) and run.json (what the run used).
+    """Write training_config.json (`settings`, which `zerolora train` accepts) and run.json.
 
     `prompt_text` is the prompt format of the training data, None for conversations.
     """
@@ -77,7 +77,7 @@ def write_run_record(
         "packages": package_versions(),
         "commit": commit(),
     }
-    # The earlier result stays in the folder until this run has written its own.
+    # An earlier result stays in the folder until this run replaces it.
     write_json(run_dir / RUN, record | {key: earlier[key] for key in RESULT_KEYS if key in earlier})
 
 
@@ -87,31 +87,31 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 
 def list_run_files(run_dir: Path) -> list[Path]:
-    """Return the folder's entries, sorted, without logs; empty if it does not exist."""
+    """Return the sorted entries of the folder, except IGNORED_ENTRIES; empty if it does not exist."""
     if not run_dir.is_dir():
         return []
     return sorted(path for path in run_dir.iterdir() if not IGNORED_ENTRIES.fullmatch(path.name))
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether a folder belongs to a run: it has a record, or only checkpoints and a part of a record."""
+    """Return whether a folder belongs to a run: it has a record, or only checkpoints and part of a record."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
-    found = list_run_files(run_dir)
-    return bool(found) and all(
+    entries = list_run_files(run_dir)
+    return bool(entries) and all(
         path.name in (CONFIG, RUN) or (path.name.startswith("checkpoint-") and (path / "state.json").is_file())
-        for path in found
+        for path in entries
     )
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
-    """Clear the folder of an earlier run; return a message that names its new path, None if nothing was moved.
+    """Clear the folder of an earlier run; return a message with its new path, or None if nothing was moved.
 
-    `overwrite` true moves everything in the folder aside, `delete` deletes the files that the run wrote.
+    `overwrite=True` moves all files to a new folder; `delete` deletes the files that the run wrote.
     """
     if not overwrite or not list_run_files(run_dir):
         return None
-    assert holds_run(run_dir), f"{run_dir}: holds no run, and passed the check of the output folder"
+    assert holds_run(run_dir), f"{run_dir}: is not a run, but passed the check of the output folder"
     try:
         if overwrite == "delete":
             _delete_written(run_dir)
@@ -120,11 +120,11 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
     except OSError as error:
         setting = f"output.overwrite={str(overwrite).lower()}"
         raise UserError(f"{setting}: {error}; the rest of the earlier run is untouched") from None
-    return f"the earlier run is now {aside}"
+    return f"moved the earlier run to {aside}"
 
 
 def _move_aside(run_dir: Path) -> Path:
-    """Move everything to the first free run_dir.1, run_dir.2, ..., except for the logs in use, which are copied."""
+    """Move all files to the first free run_dir.1, run_dir.2, ...; copy the logs, which are in use."""
     folder = run_dir.resolve()
     for number in count(1):
         aside = folder.with_name(f"{folder.name}.{number}")
@@ -143,7 +143,7 @@ def _move_aside(run_dir: Path) -> Path:
 
 
 def _delete_written(run_dir: Path) -> None:
-    """Delete the files of a run, its checkpoints and its recorded result, and keep everything else."""
+    """Delete the files of a run, its checkpoints and its recorded result; keep all other files."""
     names = {*RUN_FILES}
     with suppress(UserError):  # a damaged record names no result
         result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
@@ -159,12 +159,12 @@ def _delete_written(run_dir: Path) -> None:
 
 
 def _record_last(paths: Iterable[Path]) -> list[Path]:
-    """Sort the record last, so that a partly cleared folder is still recognized as a run's."""
+    """Sort the record last, so that a partly cleared folder still counts as that of a run."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 
 def place_result(run_dir: Path) -> list[str]:
-    """Move the final weights and tokenizer from RESULT into the run's folder; return their names."""
+    """Move the final weights and tokenizer from RESULT into the run's folder; return the names of the files."""
     result = run_dir / RESULT
     names = [str(path.relative_to(result)) for path in sorted(result.rglob("*")) if path.is_file()]
     for path in sorted(result.iterdir()):

@@ -1,6 +1,6 @@
-"""Safetensors files written from memory in a few calls that release the GIL.
+"""Write safetensors files in a few system calls that release the GIL.
 
-A loop over tensors would acquire the GIL for each of them and delay the thread that launches kernels.
+A loop over tensors would acquire the GIL for each one and delay the thread that launches kernels.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _MAX_BUFFERS = 1024
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the checksum (`checkpoint_files.checksum`) of the bytes in memory."""
+    """Write contiguous CPU tensors; return the checksum of the written bytes as in `checkpoint_files.checksum`."""
     # Offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's memory without a torch operation, each of which releases the GIL and waits for it again."""
+    """View the tensor's memory without a torch operation, which would release the GIL and wait for it again."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

@@ -17,7 +17,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, subtracted from later ones to fit the unchanged base; a collective call."""
+    """Write the initial adapter, which is subtracted from later ones to fit the unchanged base; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
@@ -36,10 +36,10 @@ def write_adapter(
 ) -> None:
     """Write gathered factors in PEFT's format and verify the file.
 
-    With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights) the
-    difference to it is written, which fits the unchanged base model.
+    With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
+    difference from it, which fits the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B `must_have_moved`
-    and all of it is still zero.
+    but is still zero.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -56,7 +56,7 @@ def write_adapter(
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights as safetensors; of `model` only its settings are used. Raises RuntimeError as above."""
+    """Write gathered weights with the settings of `model`. Raises RuntimeError if one is missing or not finite."""
     _check_finite(weights, folder)
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)
@@ -65,30 +65,32 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gather unsharded weights by name on the CPU of rank 0 (empty elsewhere), one tensor at a time.
+    """Gather unpartitioned weights by name on the CPU of rank 0, one tensor at a time; other ranks return none.
 
-    `copy(name, tensor)` copies one to the CPU. A collective call.
+    `copy(name, tensor)` copies a tensor to the CPU. A collective call.
     """
     import deepspeed
     import torch.distributed as dist
 
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     copy = copy or (lambda _, tensor: tensor.detach().to("cpu", copy=True).contiguous())
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
         partitioned = [parameter] if is_partitioned(parameter) else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:
-                found[name] = copy(f"weights/{name}", parameter)
+                weights[name] = copy(f"weights/{name}", parameter)
     if is_main and not only_trained:
-        kept = model.state_dict().keys()
-        found |= {name: copy(f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name in kept}
-    return found
+        persistent = model.state_dict().keys()
+        weights |= {
+            name: copy(f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name in persistent
+        }
+    return weights
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     if not weights:
-        raise RuntimeError(f"{folder}: there are no weights to write")
+        raise RuntimeError(f"{folder}: no weights to write")
     for name, value in weights.items():
         if value.element_size() > 1 and not value.isfinite().all():  # 8 bits have no infinity
             raise RuntimeError(f"{folder}: {name} is not finite; the last good weights are in the newest checkpoint")

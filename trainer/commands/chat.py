@@ -19,7 +19,7 @@ from trainer.commands.generate import (
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.data.image_parts import IMAGE
 from trainer.data.vision import PromptImages
-from trainer.model.answers import prompt_ids
+from trainer.model.answers import encode_prompt
 from trainer.model.base import context_length
 
 HELP = """/new    start over
@@ -58,7 +58,7 @@ class Conversation:
         while True:
             prompt = kept if self.text is None else kept[-1]["content"]
             images = self.images if len(kept) == len(turns) else None
-            row = prompt_ids(self.tokenizer, self.section, prompt, self.text, images)
+            row = encode_prompt(self.tokenizer, self.section, prompt, self.text, images)
             if row.shape[1] + room <= longest or len(kept) == 1:
                 break
             kept = kept[2:]

@@ -45,7 +45,7 @@ from trainer.data.samples import split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
 from trainer.model.base import context_length, load_model_config
-from trainer.model.image_reader import image_inputs, load_image_reader
+from trainer.model.image_reader import build_image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
@@ -90,7 +90,7 @@ def evaluate(
 
     `difference` is adapter minus base; its perplexity_ratio is the perplexity of the adapter divided by the base's.
     """
-    inputs = None if images is None else image_inputs(images, model, every_rank=False)
+    inputs = None if images is None else build_image_inputs(images, model, every_rank=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
     tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)

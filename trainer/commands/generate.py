@@ -39,7 +39,7 @@ from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Turns
 from trainer.data.vision import PromptImages
-from trainer.model.answers import GREEDY, generate_texts, prompt_ids
+from trainer.model.answers import GREEDY, encode_prompt, generate_texts
 from trainer.model.base import context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:
             prompt = [{"role": "user", "content": IMAGE * len(arguments.image) + str(prompt)}]
-        return prompt_ids(tokenizer, section, prompt, text, images)
+        return encode_prompt(tokenizer, section, prompt, text, images)
 
     rows = encode_prompts(prompts, encode, context_length(model.config), failed)
     console = Console()

@@ -19,10 +19,10 @@ from trainer.model.integer_weights import (
     INSTALL,
     IntegerForm,
     Integers,
-    adapted_linears,
     check_torchao,
     choose_integer_form,
-    why_not_rounded,
+    explain_not_rounded,
+    find_adapted_linears,
 )
 
 
@@ -46,11 +46,11 @@ class IntegerMerge:
 
         Raises UserError if no layer is adapted, or if one cannot be rounded.
         """
-        layers = adapted_linears(adapted)
+        layers = find_adapted_linears(adapted)
         if not layers:
             raise UserError(f"--quantize={self.kind}: no linear layer has an adapter to round; merge without it")
         for path, layer in layers.items():
-            if reason := why_not_rounded(layer):
+            if reason := explain_not_rounded(layer):
                 raise UserError(f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without it")
         widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
         self._form = choose_integer_form(self.kind, widths, self.dtype, setting="--quantize")
@@ -62,7 +62,7 @@ class IntegerMerge:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
         base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        merged = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
+        merged = quantised_merged(base, down, up, layer.scaling[name], form.quantize)
         values, scales = (each.cpu() for each in merged)
         weight.data = dequantised(values, scales, self.dtype)
         factors[1].data.zero_()

@@ -24,10 +24,10 @@ from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights, scale_adapter
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, four_bit_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
 from trainer.model.stored_fp8 import Fp8Form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
@@ -135,7 +135,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """
     config = load_model_config(run.config.base_model, run.config.model)
-    kept = kept_form(config)
+    kept = find_stored_form(config)
     if dtype == "stored" and not isinstance(kept, FourBitForm):
         raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
     if isinstance(kept, Fp8Form) and dtype == "auto":
@@ -198,10 +198,10 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
         parts: dict[str, list[Tensor]] = {BLOCKS: [], SCALES: []}
         for index in range(len(merged)):
             blocks, scales = (files.read(stored.names[part][0], index)[0] for part in (BLOCKS, SCALES))
-            base = mxfp4.dequantized(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
+            base = mxfp4.dequantize(blocks, scales, torch.float32).view(merged.shape[2], merged.shape[1])
             exact = merged[index].t().float()
-            quantized = mxfp4.quantized(exact) if not torch.equal(exact, base) else (blocks, scales)
-            written = mxfp4.dequantized(*quantized, torch.float32).view_as(exact)
+            quantized = mxfp4.quantize(exact) if not torch.equal(exact, base) else (blocks, scales)
+            written = mxfp4.dequantize(*quantized, torch.float32).view_as(exact)
             size += float(exact.square().sum())
             changed += float((exact - base).square().sum())
             lost += float((written - exact).square().sum())
@@ -218,7 +218,7 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     stored_config = load_model_config(config.base_model, config.model)
-    form = four_bit_form(stored_config)
+    form = parse_four_bit_form(stored_config)
     assert isinstance(form, FourBitForm)
     files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
     values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))

@@ -23,7 +23,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, public_name
+from trainer.monitor.report.model_card import CARD, is_on_hub, is_users_card, public_name
 from trainer.setup.kinds import task_of
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
@@ -38,7 +38,7 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
-    if not is_own_card(card):
+    if not is_users_card(card):
         card.write_text(task_of(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)

@@ -6,9 +6,9 @@ from typing import Any
 from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch, step_warnings, steps_line
-from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
-from trainer.model.stored_settings import kept_form
-from trainer.model.targets import unadapted_layers
+from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, list_rank_warnings
+from trainer.model.stored_settings import find_stored_form
+from trainer.model.targets import describe_unadapted_layers
 from trainer.patches.mamba import unadapted_lines
 from trainer.setup.kinds import kind_of
 
@@ -50,13 +50,13 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     adapted = adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-    if (kept := kept_form(model.config)) is not None:
-        base = f"a base stored in {kept.name}"
+    if (stored := find_stored_form(model.config)) is not None:
+        base = f"a base stored in {stored.name}"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
     else:
         base = "an unquantized base"
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
-    lines += rank_lines(config.lora) + unadapted_layers(peft_model, config.lora)
+    lines += list_rank_warnings(config.lora) + describe_unadapted_layers(peft_model, config.lora)
     return trained, lines + unadapted_lines(peft_model)

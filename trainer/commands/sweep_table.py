@@ -17,7 +17,7 @@ from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.curves import Series, series
+from trainer.monitor.report.curves import Series, extract_series
 from trainer.monitor.report.together import MAX_RUNS, write_page_of_runs
 
 PAGE = "sweep.html"
@@ -49,7 +49,7 @@ def _read_outcome(folder: Path, exit_code: int | None) -> Outcome:
         records: list[Record] = read_metrics(folder)
     except UserError:
         records = []
-    held_out, training = series(records, "eval/loss").finite(), series(records, "train/loss").finite()
+    held_out, training = extract_series(records, "eval/loss").finite(), extract_series(records, "train/loss").finite()
     loss, step = None, int(training.steps[-1]) if len(training) else 0
     if len(held_out):
         best = int(np.argmin(held_out.values))

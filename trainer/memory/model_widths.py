@@ -15,9 +15,9 @@ from trainer.memory.observed import reduce_to_kinds
 from trainer.memory.stored_weights import Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
-from trainer.model.model_kind import is_mxfp4, output_layer
+from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
-from trainer.model.stored_settings import Kept, kept_form
+from trainer.model.stored_settings import StoredForm, find_stored_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
@@ -31,10 +31,10 @@ def read_shapes(
     """
     from accelerate import init_empty_weights
 
-    kept, in_mxfp4 = kept_form(model_config), is_mxfp4(model_config)
+    kept, in_mxfp4 = find_stored_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head, properties = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
+    head, properties = find_output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.
@@ -61,7 +61,7 @@ def read_shapes(
 
 
 def read_weights(
-    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, kept: Kept | None = None
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, kept: StoredForm | None = None
 ) -> Iterator[Weight]:
     """Yield every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
     stored_bits = 0 if kept is None else 4 if kept.scaled == "groups" else 8

@@ -15,7 +15,7 @@ from trainer.memory.activations import Work
 from trainer.memory.planner import Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_layers import experts_per_token
-from trainer.monitor.mfu import PEAKS, TERA
+from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 REFERENCE_CARD = "H100"
@@ -170,9 +170,9 @@ def _predict_exchanges(
 
 def peak_flops(card: str) -> float:
     """Return the dense 16-bit FLOP/s of a card; raises UserError if it is unknown."""
-    if card not in PEAKS:
-        raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAKS)}")
-    return PEAKS[card] * TERA
+    if card not in PEAK_TFLOPS:
+        raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
+    return PEAK_TFLOPS[card] * TERA
 
 
 def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:

@@ -1,4 +1,4 @@
-"""PEFT adapters on the base model: configuration, parameters, capacity, a check that every layer gets a gradient."""
+"""Add PEFT adapters to the base model, count their parameters and check their gradients."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -12,27 +12,33 @@ from torch import nn
 from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
-from trainer.model.expert_targets import is_named
+from trainer.model.expert_targets import matches_path
 from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import find_reached
-from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
-from trainer.model.targets import Targets, excluded_modules, find_projectors, layers_to_adapt, resolve_targets
+from trainer.model.saved_adapter import check_reloadable, last_components, load_adapter, set_saved_targets
+from trainer.model.targets import (
+    Targets,
+    build_exclusion_pattern,
+    find_layers_to_adapt,
+    find_projectors,
+    resolve_targets,
+)
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.ranks.group import set_seed
 
-ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
+EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # groups: before and after the index of the expert
 BITS_PER_PARAMETER = 2.0
 """Capacity of a trained parameter (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
 BITS_PER_TOKEN = 1.0
-"""Approximate information of a token of text to a pretrained model."""
+"""Approximate information per token of text, given a pretrained model."""
 
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Adapted layers of the same name and shape: one row of the table printed at start."""
+    """Adapted layers of the same name and shape: a row of the table printed at start."""
 
     name: str
     shape: str
@@ -40,7 +46,7 @@ class AdaptedLayers:
     parameters: int
 
 
-def lora_config(
+def build_lora_config(
     lora: LoraSection,
     *,
     excluded: str | None = None,
@@ -51,9 +57,9 @@ def lora_config(
 ) -> Any:
     """Build the peft.LoraConfig for the section `lora`.
 
-    `excluded` is the pattern from `trainer.model.targets.excluded_modules`; `targets`, if given, lists the adapted
-    paths, and `projectors` those trained in full. PEFT refuses dropout if any target is a parameter, so dropout is then
-    set separately (`set_dropout`).
+    `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
+    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter;
+    `set_dropout` then sets it.
     """
     from peft import LoraConfig
 
@@ -62,7 +68,9 @@ def lora_config(
     modules = "all-linear" if all_linear else list(lora.target_modules)
     ranks = dict(lora.rank_pattern)
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
-        ranks |= {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
+        ranks |= {
+            re.escape(name): targets.expert_rank for name in sorted({last_components(path) for path in targets.experts})
+        }
     return LoraConfig(
         task_type=task_type,
         r=lora.r,
@@ -83,7 +91,7 @@ def lora_config(
 
 
 def changes_base_weights(lora: LoraSection) -> bool:
-    """Return whether the initialisation subtracts the initial adapter from the base weights."""
+    """Return whether `lora.init` subtracts the initial adapter from the base weights."""
     return lora.init.startswith(("pissa", "olora"))
 
 
@@ -96,14 +104,14 @@ def apply_adapter(
     base_model: str = "",
     task_type: str | None = "CAUSAL_LM",
 ) -> Any:
-    """Add a new adapter, or load the one at `lora.adapter_path`; its weights are trained in `dtype`.
+    """Add a new adapter, or load the one at `lora.adapter_path`, to be trained in `dtype`.
 
-    In 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. LoftQ (Li et al., 2023) reads the
-    full-precision weights from `base_model` to initialise the adapter with their quantisation error.
+    In 16-bit training DeepSpeed keeps 32-bit master weights. LoftQ (Li et al., 2023) initializes the adapter with the
+    quantization error, for which it reads the full-precision weights of `base_model`.
     """
     from peft import get_peft_model
 
-    from trainer.model.expert_adapter import set_dropout, use_own_experts  # brings bitsandbytes
+    from trainer.model.expert_adapter import set_dropout, use_expert_adapters  # imports bitsandbytes
 
     if task_type and has_score(model.config):
         task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
@@ -111,14 +119,14 @@ def apply_adapter(
         misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
-        token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
-        targets, excluded = resolve_targets(model, lora), excluded_modules(model, lora)
-        peft_config = lora_config(
+        token_ids = {path: added_token_ids for path in find_token_layers(model, lora)} if added_token_ids else None
+        targets, excluded = resolve_targets(model, lora), build_exclusion_pattern(model, lora)
+        peft_config = build_lora_config(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type,
             projectors=find_projectors(model) if lora.image_parts == "projector" else (),
         )  # fmt: skip
         try:
-            with use_own_experts(model, peft_config):
+            with use_expert_adapters(model, peft_config):
                 adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
@@ -126,7 +134,7 @@ def apply_adapter(
             set_dropout(adapted, lora.dropout)
             set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
-            _start_from_quantisation_error(adapted, base_model)
+            _apply_loftq(adapted, base_model)
     check_reloadable(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -137,10 +145,10 @@ def apply_adapter(
 def apply_adapters(
     model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
 ) -> Any:
-    """Add several new adapters (section, seed), each with the values that it has alone; `find_choice` names them."""
-    # Paths before any layer is wrapped.
-    targets = [Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
-    excluded = [excluded_modules(model, lora) for lora, _ in adapters]
+    """Add several new adapters (section, seed), each initialized as if it were alone; `find_choice` lists them."""
+    # Resolve paths before any layer is wrapped.
+    targets = [Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
+    excluded = [build_exclusion_pattern(model, lora) for lora, _ in adapters]
     (first, seed), *others = adapters
     set_seed(seed)
     adapted = apply_adapter(model, first, dtype, task_type=task_type)
@@ -148,7 +156,7 @@ def apply_adapters(
     for number, (lora, seed) in enumerate(others, start=1):
         names.append(f"adapter_{number}")
         set_seed(seed)
-        config = lora_config(lora, targets=targets[number], task_type=task_type)
+        config = build_lora_config(lora, targets=targets[number], task_type=task_type)
         adapted.add_adapter(names[-1], config, autocast_adapter_dtype=False)
         set_saved_targets(adapted, targets[number], excluded[number], names[-1])
         check_reloadable(adapted, names[-1])
@@ -160,69 +168,69 @@ def apply_adapters(
     return adapted
 
 
-def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
+def _apply_loftq(adapted: Any, base_model: str) -> None:
     from peft import replace_lora_weights_loftq
 
     file = Path(base_model) / "model.safetensors"
     if not file.exists():
         raise UserError(
-            f"lora.init=loftq: needs the weights in one file, {file}, which is missing; use a local model in one file"
+            f"lora.init=loftq: needs the weights in a single file, but {file} is missing; use a local model in one file"
         )
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
-def token_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the layers in which rows for new tokens are trained: the embedding, and an untied head.
+def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
+    """Return the paths of the layers to train rows of for new tokens: the embedding and an untied head.
 
-    Layers with an adapter or trained in full are omitted. Raises UserError if PEFT cannot train the rows.
+    Omits layers with an adapter or trained in full. Raises UserError if PEFT cannot train the rows.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     paths = {path: layer for path, layer in model.named_modules() if layer is embedding or layer is head}
     in_full = {path for path in paths if path.endswith(lora.modules_to_save)}  # as PEFT matches them
-    trained = in_full | {path for path in paths if any(is_named(name, path) for name in lora.target_modules)}
-    left = [path for path in paths if path not in trained]
-    names, kind = ", ".join(path.rpartition(".")[2] for path in paths), type(model).__name__
-    if tied and in_full and any(paths[path] is embedding for path in left):
-        raise UserError(f"model.added_tokens: {kind} ties its output head to its embedding; name both in "
+    trained = in_full | {path for path in paths if any(matches_path(name, path) for name in lora.target_modules)}
+    remaining = [path for path in paths if path not in trained]
+    names, model_name = ", ".join(path.rpartition(".")[2] for path in paths), type(model).__name__
+    if tied and in_full and any(paths[path] is embedding for path in remaining):
+        raise UserError(f"model.added_tokens: {model_name} ties its output head to its embedding; name both in "
                         f"lora.modules_to_save: [{names}], or neither")  # fmt: skip
-    if getattr(head, "bias", None) is not None and (tied or any(paths[path] is head for path in left)):
+    if getattr(head, "bias", None) is not None and (tied or any(paths[path] is head for path in remaining)):
         raise UserError(
-            f"model.added_tokens: the output head of {kind} has a bias, which PEFT drops when it trains rows; "
+            f"model.added_tokens: the output head of {model_name} has a bias, which PEFT drops when it trains rows; "
             f"train it in full with lora.modules_to_save: [{names}]"
         )
-    return [path for path in left if paths[path] is embedding or not tied or len(left) == 1]
+    return [path for path in remaining if paths[path] is embedding or not tied or len(remaining) == 1]
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError if rows for new tokens cannot be trained; the model may be without weights."""
-    layers = token_layers(model, lora) if tokens else []
+    """Raise UserError if rows for new tokens cannot be trained; the model may be empty."""
+    layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
-    known = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
-    known = known if isinstance(known, dict) else {layers[0]: known}
+    rows_by_layer = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
+    rows_by_layer = rows_by_layer if isinstance(rows_by_layer, dict) else {layers[0]: rows_by_layer}
     for layer in layers:
-        if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in known.items()):
+        if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in rows_by_layer.items()):
             raise UserError(
                 f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
-                "them, and the settings of an adapter are fixed; add tokens in the run that creates it"
+                "them; add tokens in the run that creates the adapter"
             )
 
 
-def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter adds biases to layers that have none: they cannot be merged."""
+def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
+    """Return a warning if the initial adapter adds biases to layers without one, which cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
-    modules, end = dict(model.named_modules()), ".lora_B.bias"
-    names = [name for name in read_safetensors_header(file)[0] if name.endswith(end)]
-    layers = [name.removeprefix("base_model.model.").removesuffix(end) for name in names]
+    modules, suffix = dict(model.named_modules()), ".lora_B.bias"
+    names = [name for name in read_safetensors_header(file)[0] if name.endswith(suffix)]
+    layers = [name.removeprefix("base_model.model.").removesuffix(suffix) for name in names]
     without = sorted({path.rpartition(".")[2] for path in layers if getattr(modules.get(path), "bias", None) is None})
     if not without:
         return []
     return [
-        f"lora.adapter_path={adapter_path}: has lora_bias on layers without a bias ({', '.join(without)}); PEFT loads "
-        "what is trained, but it cannot be merged or exported"
+        f"lora.adapter_path={adapter_path}: has lora_bias on layers without a bias ({', '.join(without)}); PEFT can "
+        "load the result, but it cannot be merged or exported"
     ]
 
 
@@ -232,7 +240,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     trained = {id(parameter) for _, parameter in trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
-            continue  # PEFT's parameters are views of it and are counted instead
+            continue  # count its views, PEFT's parameters
         size = model_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
@@ -248,7 +256,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
         if isinstance(module, LoraLayer):
             shape = f"{module.in_features} -> {module.out_features}"
             size = sum(whole_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
-            # Adapters on parameters (fused experts) are named after the parameter; PEFT nests those of one module.
+            # PEFT nests the adapters of several parameters of one module (fused experts).
             *_, name = (part for part in path.split(".") if part != "base_layer")
             parameter = getattr(module, "parameter_name", "weight")
             name += f".{parameter}" if parameter != "weight" else ""
@@ -257,36 +265,36 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     return sorted(layers, key=lambda layer: -layer.parameters)
 
 
-def rank_lines(lora: LoraSection) -> list[str]:
+def list_rank_warnings(lora: LoraSection) -> list[str]:
     """Return a warning if the adapter at `lora.adapter_path` has another rank."""
     path = Path(lora.adapter_path or "")
-    if not lora.adapter_path or not path.is_dir() or (own := int(read_adapter_settings(path)["r"])) == lora.r:
+    if not lora.adapter_path or not path.is_dir() or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
         return []
-    return [f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters"]
+    return [f"lora.r={lora.r}: ignored, the adapter at {lora.adapter_path} has r={rank}"]
 
 
 class GradientCheck:
-    """Check in the first backward pass that every trainable parameter receives a finite gradient.
+    """Checks in the first backward pass that every trainable parameter receives a finite gradient.
 
     Gradient checkpointing and partitioning can break LoRA silently: no error, only missing gradients.
     """
 
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
-        """Register the hooks; set `finite=False` for fp16, where the first loss scales are expected to overflow."""
+        """Register the hooks; pass `finite=False` for fp16, where the first loss scales may overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()
-        # Factors in a flat buffer are not leaves: their gradients pass through the views of later forward passes.
+        # Factors in a flat buffer are not leaves; the views taken in each forward pass get the gradients.
         self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
             self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # a view into a flat buffer when only other views have a gradient
+            if grad is None:  # only other views of the flat buffer have a gradient
                 return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
@@ -294,9 +302,9 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor belongs to an unvisited expert, or to a layer used only in longer sequences."""
-        expert = ONE_EXPERT.match(name)
-        others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
+        """Return whether a tensor belongs to an expert without tokens, or to a layer used only in longer sequences."""
+        expert = EXPERT_NAME.match(name)
+        others = filter(None, (EXPERT_NAME.match(seen) for seen in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
@@ -305,7 +313,7 @@ class GradientCheck:
     def finish(self) -> None:
         """Remove the hooks and check the gradients they recorded.
 
-        An expert that no token visited may lack a gradient; fused experts share one.
+        An expert without tokens may lack a gradient, unless experts are fused.
 
         Raises:
             RuntimeError: if a parameter got no gradient.
@@ -324,13 +332,13 @@ class GradientCheck:
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
             raise FloatingPointError(
-                f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
+                f"{len(broken)} of {len(self._names)} trained tensors got a non-finite gradient, first "
                 f"{broken[0]}; lower training.learning_rate, use precision: bf16, or check the data"
             )
 
 
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
-    """Return a warning if the data has more information than the adapter can hold.
+    """Return a warning if the data has more information than the adapter can store.
 
     LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
     """

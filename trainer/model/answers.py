@@ -1,4 +1,4 @@
-"""Prompts formatted as in training, and the model's current answers to them."""
+"""Format prompts as in training, and generate answers to them."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""Options of `generate` that override the base's own."""
+"""Options of `generate` for greedy decoding; they override those of the base."""
 
 
 @phase("generate")
 def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
-    """Return the greedy answers to a batch of prompts, given as token ids; every rank must call it."""
+    """Return the greedy answers to a batch of tokenized prompts; a collective call."""
     model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
     model.eval()
@@ -35,7 +35,7 @@ def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max
 def generate_texts(
     model: Any, tokenizer: Any, prompts: list[list[int]], device: torch.device, max_new_tokens: int, **options: Any
 ) -> list[str]:
-    """Return continuations of token ids, generated in one batch padded on the left, within the model's context."""
+    """Generate continuations of tokenized prompts in one left-padded batch, within the model's context."""
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
     length, longest = padded["input_ids"].shape[1], context_length(model.config)
     generated = model.generate(
@@ -43,7 +43,7 @@ def generate_texts(
         attention_mask=padded["attention_mask"],
         max_new_tokens=max_new_tokens if longest is None else max(1, min(max_new_tokens, longest - length)),
         use_cache=True,
-        eos_token_id=stop_tokens(model, tokenizer),
+        eos_token_id=find_stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         **options,
     )
@@ -52,47 +52,47 @@ def generate_texts(
 
 
 def needs_synced_passes(engine: Engine) -> bool:
-    """Return whether every forward pass gathers weights, so that no rank may stop generating before the others."""
+    """Return whether forward passes gather weights, so that ranks must stop generating together."""
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
-def prompt_ids(
-    tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None, images: PromptImages | None = None
+def encode_prompt(
+    tokenizer: Any, section: DatasetSection, prompt: Prompt, text_format: str | None, images: PromptImages | None = None
 ) -> torch.Tensor:
-    """Return the token ids [1, T] of a prompt, formatted as in training up to where the answer starts.
+    """Return the token ids [1, T] of a prompt, formatted as in training up to the start of the answer.
 
-    `text` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
+    `text_format` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
     prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
     if isinstance(prompt, Turns):
-        whole, first = render_prompt(tokenizer, section, prompt.messages, prompt.tools), None
-    elif isinstance(prompt, list) or text is None:
+        rendered, first_token = render_prompt(tokenizer, section, prompt.messages, prompt.tools), None
+    elif isinstance(prompt, list) or text_format is None:
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        whole, first = render_prompt(tokenizer, section, turns), None
+        rendered, first_token = render_prompt(tokenizer, section, turns), None
     else:
         system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
-        whole, first = text.format(system=system, prompt=prompt), leading_token(tokenizer)
-    whole = images.insert(whole) if images is not None else whole
-    ids: list[int] = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+        rendered, first_token = text_format.format(system=system, prompt=prompt), leading_token(tokenizer)
+    rendered = images.insert(rendered) if images is not None else rendered
+    ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise UserError("the prompt is empty; write something to answer")
-    return torch.tensor([ids if first is None or ids[0] == first else [first, *ids]])
+        raise UserError("the prompt is empty; write one")
+    return torch.tensor([ids if first_token is None or ids[0] == first_token else [first_token, *ids]])
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: the model's, the tokenizer's and the chat template's end of turn.
+def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those of the model, the tokenizer and the chat template.
 
-    An adapter trained on conversations does not end its turns with the base model's end-of-text token.
+    An adapter trained on conversations ends its turns with the template's token, not with the end-of-text token.
     """
-    own = model.generation_config.eos_token_id
-    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    model_stops = model.generation_config.eos_token_id
+    tokens = {*(model_stops if isinstance(model_stops, list) else [model_stops]), tokenizer.eos_token_id}
     if tokenizer.chat_template:
-        stops.add(end_of_turn(tokenizer))
-    return sorted(token for token in stops if token is not None)
+        tokens.add(find_end_of_turn(tokenizer))
+    return sorted(token for token in tokens if token is not None)
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token after an answer in the chat template (which may start the next turn), or None."""
+def find_end_of_turn(tokenizer: Any) -> int | None:
+    """Return the token that follows an answer in the chat template, or None; it may start the next turn."""
     source = find_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

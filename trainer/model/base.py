@@ -1,4 +1,4 @@
-"""Loading of the base model and its tokenizer: checks before any weight is read, then whole or partitioned weights."""
+"""Load the base model and its tokenizer, after checks that need no weights."""
 
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -14,22 +14,22 @@ from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
     SCORE,
     auto_class,
-    caps_scores,
     check_kind,
     has_score,
+    has_soft_cap,
     is_mxfp4,
     set_score_head,
 )
 from trainer.model.model_source import (
+    build_load_error,
+    build_missing_tokenizer_error,
     check_config_file,
     check_settings,
     check_source,
-    no_tokenizer_error,
-    unreadable_error,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
-from trainer.model.stored_settings import kept_form
+from trainer.model.random_weights import build_byte_tokenizer, build_random_config, draw_score
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -40,13 +40,13 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 def load_model_config(base_model: str, section: ModelSection) -> Any:
     """Load the model's configuration from a folder, the hub's cache or the hub.
 
-    `random:SHAPE` gives a shape from trainer/model/published_shapes.yaml with random weights. Raises UserError if the
-    configuration cannot be found or read.
+    `random:SHAPE` names a shape in trainer/model/published_shapes.yaml. Raises UserError if the configuration cannot
+    be found or read.
     """
     from transformers import AutoConfig
 
     if is_random(base_model):
-        return _give_head(base_model, section, random_config(base_model))
+        return _give_head(base_model, section, build_random_config(base_model))
     check_source("base_model", base_model)
     check_config_file(base_model)
     disable_retries_without_network(base_model)
@@ -55,7 +55,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
-        raise unreadable_error("base_model", base_model, error) from None
+        raise build_load_error("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
     return _give_head(base_model, section, config)
 
@@ -69,18 +69,19 @@ def _give_head(base_model: str, section: ModelSection, model_config: Any) -> Any
 
 
 def _scale_rope(scaling: RopeScaling, text: Any) -> None:
-    """Set the scaling of the rotary embedding, and the context length. Raises UserError unless all layers share one."""
-    known, own = f"model.rope_scaling.type={scaling.type}", getattr(text, "rope_parameters", None) or {}
-    if "rope_theta" not in own or context_length(text) is None:
-        raise UserError(f"{known}: {text.model_type} has no single rotary embedding for all layers; remove it")
-    original = scaling.original_max_position_embeddings or own.get("original_max_position_embeddings")
+    """Set the RoPE scaling and the context length. Raises UserError unless all layers share one rotary embedding."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters or context_length(text) is None:
+        problem = f"{text.model_type} has no single rotary embedding for all layers"
+        raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove it")
+    original = scaling.original_max_position_embeddings or parameters.get("original_max_position_embeddings")
     original = original or text.max_position_embeddings
-    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
-    text.rope_parameters = kept | {"rope_type": scaling.type, "factor": scaling.factor}
+    unchanged = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    text.rope_parameters = unchanged | {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type != "linear":
         text.rope_parameters["original_max_position_embeddings"] = original
     if scaling.type == "llama3":
-        text.rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1
+        text.rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as in Llama 3.1
     text.max_position_embeddings = int(original * scaling.factor)
 
 
@@ -106,7 +107,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     """Load the tokenizer with a padding token and the tokens of `model.added_tokens`."""
     name = section.tokenizer or base_model
-    tokenizer = byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
+    tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
         # transformers does not save it; without it the reloaded tokenizer places spaces differently.
         tokenizer.init_kwargs["legacy"] = tokenizer.legacy
@@ -127,14 +128,16 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
-        raise unreadable_error(setting, name, error, tokenizer=True) from None
+        raise build_load_error(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise no_tokenizer_error(setting, name)  # for some models transformers builds an empty tokenizer without files
+        raise build_missing_tokenizer_error(
+            setting, name
+        )  # for some models transformers builds an empty tokenizer without files
     return tokenizer
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Set a padding token; any will do, as padding is masked by position, but an unused one is clearest."""
+    """Set a padding token if there is none. Padding is masked by position, so any token works."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
@@ -158,7 +161,7 @@ def context_length(model_config: Any) -> int | None:
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether positions beyond `context_length` can be computed, instead of being rows of a table."""
+    """Return whether the model can compute positions beyond `context_length`, rather than look them up in a table."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 
@@ -174,12 +177,13 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Return the base model in `dtype` on `device`, quantised if `quantization` is set.
+    """Return the base model in `dtype` on `device`, quantized if `quantization` is set.
 
     Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
-    configuration unchanged. DeepSpeed partitions the model with a stage-3 `deepspeed_config`, `shards` per layer.
+    configuration unchanged. A stage-3 `deepspeed_config` lets DeepSpeed partition the model; `shards` shards it per
+    layer.
 
-    Whole models in 16 or 32 bits are loaded by transformers. Quantised, partitioned and random ones are built empty and
+    transformers loads unpartitioned models in 16 or 32 bits. Quantized, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
@@ -187,19 +191,27 @@ def load_base_model(
     check_kind(base_model, config, may_score=section.has_score)
     config.use_cache = False
     if hasattr(config, "rescale_every") and not unpack:
-        # In evaluation RWKV would divide weights in place, even packed ones, but not those of the adapters.
+        # In evaluation, RWKV divides the base weights in place, even packed ones, but not the adapters.
         config.rescale_every = 0
-    if attention is None and caps_scores(config):
+    if attention is None and has_soft_cap(config):
         attention = "eager"
-    in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or kept_form(config):
+    is_partitioned = deepspeed_config is not None or shards is not None
+    is_packed = quantization is not None or is_mxfp4(config) or find_stored_form(config) is not None
+    if is_packed or is_partitioned or is_random(base_model):
+        from transformers import GenerationConfig
+
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(
             base_model, section, config, dtype=dtype, device=device, attention=attention, quantization=quantization,
             deepspeed_config=deepspeed_config, shards=shards, unpack=unpack,
         )  # fmt: skip
-        return model if is_random(base_model) else _with_generation_config(model, base_model, section)
+        if not is_random(base_model):
+            with suppress(OSError):  # the base has no generation_config.json, which `from_pretrained` would read
+                model.generation_config = GenerationConfig.from_pretrained(
+                    base_model, revision=section.revision or "main"
+                )
+        return model
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
     with suppress_loading_output() if has_score(config) else nullcontext():
@@ -217,49 +229,40 @@ def load_base_model(
     return model.to(device)
 
 
-def _with_generation_config(model: Any, base_model: str, section: ModelSection) -> Any:
-    """Return a model that was built empty with the base's generation_config.json, which `from_pretrained` reads."""
-    from transformers import GenerationConfig
-
-    with suppress(OSError):  # it has none
-        model.generation_config = GenerationConfig.from_pretrained(base_model, revision=section.revision or "main")
-    return model
-
-
 def match_vocabulary(model: Any, tokenizer: Any) -> None:
     """Grow the embedding if the tokenizer has more tokens than the model has rows."""
-    rows = model.config.get_text_config().vocab_size  # a partitioned weight has no rows to count
+    rows = model.config.get_text_config().vocab_size  # a partitioned weight reports no rows
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Creates weights on torch's meta device at once: experts of one layer of a large model exceed a host's memory."""
+    """Create weights directly on the meta device: the experts of one layer can exceed a host's memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
 
 
 def empty_model(model_config: Any, section: ModelSection) -> Any:
-    """Return the model's modules without memory for their weights; tied weights are one parameter."""
+    """Build the model on the meta device; tied weights are one parameter."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     try:
-        # Otherwise torch's slow reference kernels would initialise values that are never used.
+        # Skip initialization, which torch's slow reference kernels would run for values that are never used.
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError,
             RuntimeError) as error:  # fmt: skip
-        raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
-    model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
+        raise build_load_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
+    model.tie_weights()  # accelerate replaced each Parameter separately, which untied them
     return model
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
 
-    Checkpoints hold the state of torch's generator, from which it is drawn. Passes without gradients have none.
+    It is drawn from torch's generator, which checkpoints restore. Passes without gradients get no noise.
     """
 
     def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

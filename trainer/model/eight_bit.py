@@ -1,7 +1,7 @@
-"""Linear layers in 8 bits (FP8 e4m3 or int8), quantised while they are loaded or already stored in 8 bits.
+"""Linear layers in 8 bits (FP8 e4m3 or int8), quantized on loading or already stored in 8 bits.
 
-With one scale per row, products are computed in 8 bits too (ops/eight_bit.py). With scales per block, or if products
-must be exact, weights are dequantised for each product (ops/scaled.py).
+With one scale per row, products are also computed in 8 bits (ops/eight_bit.py). With scales per block, or if `exact`,
+weights are dequantized for each product (ops/scaled.py).
 
 Values are stored as uint8 (e4m3) or int8, because the 16-bit engine converts every float parameter and would destroy
 the bits. For the same reason scales are neither parameters nor buffers; every rank keeps all of them.
@@ -18,15 +18,15 @@ from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
 
-FP8_FROM = (8, 9)
+MIN_FP8_CAPABILITY = (8, 9)
 """Lowest compute capability with FP8 products."""
-ROWS_AT_ONCE = 4096  # quantise a weight in parts: a whole copy in 32 bits would be four times the result
+ROWS_PER_CHUNK = 4096  # a 32-bit copy of a whole weight would take four times the memory of the result
 
 
 class FrozenLinear8bit(nn.Linear):
     """A frozen linear layer (an nn.Linear to PEFT) with a weight of 8-bit values [O,I] and one scale per `block`.
 
-    With `exact`, products are computed in 16 bits from dequantised weights.
+    With `exact`, products are computed in 16 bits from dequantized weights.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class FrozenLinear8bit(nn.Linear):
 
     @classmethod
     def quantized(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
-        """Quantise `linear` with one scale per row, and free its weight."""
+        """Quantize `linear` with one scale per row, and free its weight."""
         assert isinstance(linear, nn.Linear)
-        parts = linear.weight.data.to(compute_dtype).split(ROWS_AT_ONCE)
+        parts = linear.weight.data.to(compute_dtype).split(ROWS_PER_CHUNK)
         values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
         block = (1, linear.in_features)
         column = torch.cat(scales)[:, None]
@@ -76,20 +76,20 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """The weight for operators that dequantise it."""
+        """The weight for operators that dequantize it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantised weight [O,I]."""
+        """Return the dequantized weight [O,I]."""
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
         check_input(x)
-        own = x.to(self.compute_dtype)
+        converted = x.to(self.compute_dtype)
         if self.exact:
-            return ops.scaled_linear(own, self.scaled, self.bias).to(x.dtype)
-        return ops.eight_bit_linear(own, self.packed, self.bias).to(x.dtype)
+            return ops.scaled_linear(converted, self.scaled, self.bias).to(x.dtype)
+        return ops.eight_bit_linear(converted, self.packed, self.bias).to(x.dtype)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -98,22 +98,22 @@ class FrozenLinear8bit(nn.Linear):
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Raise UserError if the model's code has converted a layer's input to the type of its packed weight."""
+    """Raise UserError if the model converted the input of a layer to the type of its packed weight."""
     if not x.is_floating_point():
         raise UserError(
-            "adapter=qlora: this model converts the input of a linear layer to the type of its weight, "
-            "which is packed; use adapter: lora"
+            "adapter=qlora: this model converts the input of a linear layer to the type of its packed weight; "
+            "use adapter: lora"
         )
 
 
-def check_card(kind: str, device: torch.device) -> None:
-    """Raise UserError for fp8 on a GPU without FP8 products; the CPU emulates them."""
+def check_fp8_support(kind: str, device: torch.device) -> None:
+    """Raise UserError if `kind` is fp8 and the GPU has no FP8 products; the CPU emulates them."""
     if kind != "fp8" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_FROM:
-        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+    if capability < MIN_FP8_CAPABILITY:
+        name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise UserError(
-            f"quantization.quant_type=fp8: {name} has compute capability {found}, and FP8 needs 8.9 (Ada) or newer; "
+            f"quantization.quant_type=fp8: {name} has compute capability {version}, but FP8 needs 8.9 (Ada) or newer; "
             "use quantization.quant_type: int8"
         )

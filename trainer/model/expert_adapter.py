@@ -1,8 +1,8 @@
 """The adapter of fused experts: PEFT's wrapper with factors per expert and a forward that never builds W + B A.
 
-PEFT keeps A of all experts as one matrix [E R, I] and B as [O, R E], and adds their products to the weights of all
-experts in every forward pass, which rules out dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens
-routed to each expert. Files hold PEFT's matrices, so `PeftModel.from_pretrained` can read them.
+PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds their products to all expert weights in
+every forward pass, which rules out dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens routed to each
+expert. Files contain PEFT's matrices, so that `PeftModel.from_pretrained` can read them.
 Legend: E experts, R rank, I in, O out.
 """
 
@@ -22,9 +22,9 @@ from trainer.model.older_names import keep_target_names
 
 @replaces("the adapter of a tensor of experts")
 class ParamWrapper(lora.ParamWrapper):
-    """PEFT's adapter of one expert tensor; of several nested ones, only the outermost runs the experts.
+    """PEFT's adapter of one expert tensor; the outermost of nested ones runs the experts.
 
-    The class keeps PEFT's name, by which PEFT recognises it.
+    PEFT recognizes the class by its name.
     """
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class ParamWrapper(lora.ParamWrapper):
         return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], rate)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the experts with the adapters of this wrapper and of those nested in it."""
+        """Run the experts with the adapters of this wrapper and of the wrappers nested in it."""
         adapters: dict[str, Adapter] = {}
         layer: Any = self
         while isinstance(layer, ParamWrapper):
@@ -68,29 +68,29 @@ class ParamWrapper(lora.ParamWrapper):
         if not adapters:
             plain: Tensor = layer(x, *args, **kwargs)
             return plain
-        # Call it as a module: hooks gather what ZeRO-3 has partitioned.
-        own, before = vars(layer), vars(layer).get("forward")
-        own["forward"] = partial(adapted_forward, layer, adapters)
+        # Call it as a module, so that hooks gather what ZeRO-3 has partitioned.
+        attributes, before = vars(layer), vars(layer).get("forward")
+        attributes["forward"] = partial(adapted_forward, layer, adapters)
         try:
             result: Tensor = layer(x, *args, **kwargs)
             return result
         finally:
-            del own["forward"]
+            del attributes["forward"]
             if before is not None:
-                own["forward"] = before
+                attributes["forward"] = before
 
 
 @contextmanager
-def use_own_experts(model: nn.Module, config: Any) -> Iterator[None]:
+def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
     """Make PEFT use our wrapper for experts, and take target names literally (`keep_target_names`)."""
-    found = expert_modules(model).values()
-    require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in found})
+    modules = expert_modules(model).values()
+    require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in modules})
     with keep_target_names():
         yield
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Set the dropout of all adapters, which PEFT refuses if one of them is on a parameter."""
+    """Set the dropout of all adapters; PEFT refuses to if one of them is on a parameter."""
     for layer in adapted.modules():
         computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
         if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:

@@ -1,7 +1,7 @@
 """The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes it if it supports the activation, which is detected by trying. Other experts
-are computed one by one in plain torch, with the model's own code between the products.
+The operator `ops.experts_mlp` computes it if it supports the activation, which is detected by trial. Other experts are
+computed one by one in plain torch, with the model's own code between the products.
 Legend: T tokens, K experts per token, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
@@ -25,7 +25,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of one tensor of experts: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
+    """The adapter of one expert tensor: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
 
     a_ERI: Tensor
     b_EOR: Tensor
@@ -34,42 +34,45 @@ class Adapter:
 
 
 def adapted_forward(
-    experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
+    experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Call the module `experts` with its usual arguments and with adapters on some of its tensors, by name."""
+    """Compute `experts` from the arguments of its forward, with adapters by tensor name."""
     compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
-        index = next(iter(named.values())) if index is None else index
-        weights = list(named.values())[-1] if weights is None else weights
+        index = next(iter(kwargs.values())) if index is None else index
+        weights = list(kwargs.values())[-1] if weights is None else weights
         operands = _build_weight_operands(experts, hidden)
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = run_in_torch, (hidden, index, weights)
-    if any(packed_experts_layout(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
-        # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
+    if any(
+        packed_experts_layout(weight) is not None or is_partitioned(weight)
+        for weight in experts.parameters(recurse=False)
+    ):
+        # The backward pass dequantizes or gathers the weights again instead of keeping them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
         return result
     return compute(experts, adapters, *tensors)
 
 
 def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
-    into, out_of = adapters.get(GATE_UP), adapters.get(DOWN)
+    gate_up, down = adapters.get(GATE_UP), adapters.get(DOWN)
     return ops.ExpertAdapter(
-        gate_up_down=into.a_ERI if into else None,
-        gate_up_up=into.b_EOR if into else None,
-        down_down=out_of.a_ERI if out_of else None,
-        down_up=out_of.b_EOR if out_of else None,
-        gate_up_scale=into.scale if into else 1.0,
-        down_scale=out_of.scale if out_of else 1.0,
+        gate_up_down=gate_up.a_ERI if gate_up else None,
+        gate_up_up=gate_up.b_EOR if gate_up else None,
+        down_down=down.a_ERI if down else None,
+        down_up=down.b_EOR if down else None,
+        gate_up_scale=gate_up.scale if gate_up else 1.0,
+        down_scale=down.scale if down else 1.0,
         dropout=max((adapter.dropout for adapter in adapters.values()), default=0.0),
     )
 
 
 def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
-    """Return the frozen weights for the operator; None if it does not support these experts."""
+    """Return the frozen weights as operands of the operator; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
-        return None  # the operators are only loaded for training
+        return None  # operators are loaded for training only
     activation = detect_activation(experts)
     gate_up, down = (_build_matrix_operand(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
     if activation is None or gate_up is None or down is None:
@@ -121,8 +124,8 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
 
 @dataclass(frozen=True)
-class Gate:
-    """The activation between the two products of experts, as named by the operator."""
+class ExpertActivation:
+    """The activation between the two products of experts, as the operator names it."""
 
     name: Activation
     interleaved: bool = False
@@ -130,24 +133,23 @@ class Gate:
     limit: float = 7.0
 
 
-_KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
-def detect_activation(experts: Any) -> Gate | None:
-    """Return which of the operator's activations these experts use, found by trying; None if it is another."""
-    if experts not in _KNOWN:
-        _KNOWN[experts] = _try_activations(experts)
-    return _KNOWN[experts]
+def detect_activation(experts: Any) -> ExpertActivation | None:
+    """Return the operator's activation that these experts use, found by trial; None if there is no match."""
+    if experts not in _CACHE:
+        _CACHE[experts] = _try_activations(experts)
+    return _CACHE[experts]
 
 
-def _try_activations(experts: Any) -> Gate | None:
-    if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
-        return None
-    if takes_all_tokens(experts):
+def _try_activations(experts: Any) -> ExpertActivation | None:
+    has_gate, has_norm = getattr(experts, "has_gate", True), getattr(experts, "has_post_expert_norm", False)
+    if not has_gate or has_norm or takes_all_tokens(experts):
         return None
     u = torch.linspace(-30.0, 30.0, 241, device="cpu").repeat(2)[: 2 * 240].view(2, 240)  # beyond any limit
     with torch.no_grad(), torch.device("cpu"):
-        found = experts._apply_gate(u)
+        output = experts._apply_gate(u)
         halves, pairs = u.chunk(2, dim=-1), (u[..., ::2], u[..., 1::2])
         gates: dict[Activation, Callable[[Tensor], Tensor]] = {
             "silu": F.silu,
@@ -156,43 +158,43 @@ def _try_activations(experts: Any) -> Gate | None:
         }
         for name, function in gates.items():
             for interleaved, (gate, up) in ((False, halves), (True, pairs)):
-                if torch.allclose(found, function(gate) * up, rtol=1e-5, atol=1e-6):
-                    return Gate(name, interleaved)
+                if torch.allclose(output, function(gate) * up, rtol=1e-5, atol=1e-6):
+                    return ExpertActivation(name, interleaved)
         alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
         if isinstance(alpha, float) and isinstance(limit, float):
             for interleaved, (gate, up) in ((False, halves), (True, pairs)):
-                below = gate.clamp(max=limit)
-                clamped = (up.clamp(-limit, limit) + 1) * below * torch.sigmoid(alpha * below)
-                if torch.allclose(found, clamped, rtol=1e-5, atol=1e-6):
-                    return Gate("clamped", interleaved, alpha, limit)
+                clamped_gate = gate.clamp(max=limit)
+                clamped = (up.clamp(-limit, limit) + 1) * clamped_gate * torch.sigmoid(alpha * clamped_gate)
+                if torch.allclose(output, clamped, rtol=1e-5, atol=1e-6):
+                    return ExpertActivation("clamped", interleaved, alpha, limit)
     return None
 
 
 def run_in_torch(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Compute experts one by one in plain torch."""
+    """Compute the experts one by one in plain torch."""
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
-    # Without values, as in the memory estimate, one expert computes all rows.
+    # On the meta device (memory estimate) one expert computes all rows.
     counts = [len(expert_S)] if expert_S.is_meta else torch.bincount(expert_S, minlength=experts.num_experts).tolist()
     token_S = order_S // index_TK.shape[-1]
-    into, out_of = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))
+    up_product, down_product = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))
     results = []
     for expert, rows in enumerate(token_S.split(counts)):
         if len(rows):
-            results.append(out_of(expert, activation(into(expert, x_TH[rows]))))
+            results.append(down_product(expert, activation(up_product(expert, x_TH[rows]))))
     y_SH = torch.cat(results)
     if getattr(experts, "has_post_expert_norm", False):
         y_SH = experts.post_expert_norm(y_SH)
     y_SH = y_SH * weights_TK.reshape(-1)[order_S, None]
-    place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-    return y_SH[place_S].view(*index_TK.shape, -1).sum(1).to(x_TH.dtype)
+    position_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    return y_SH[position_S].view(*index_TK.shape, -1).sum(1).to(x_TH.dtype)
 
 
 class _Products:
-    """x W_e^T + bias_e + s dropout(x) A_e^T B_e^T of one tensor of experts."""
+    """Computes x W_e^T + bias_e + s dropout(x) A_e^T B_e^T for one expert tensor."""
 
     def __init__(self, experts: Any, name: str, adapter: Adapter | None) -> None:
         self.weight, self.transposed = getattr(experts, name), is_transposed(experts)
@@ -209,13 +211,13 @@ class _Products:
         y = F.linear(x, weight, self._bias[expert] if self._bias is not None else None)
         if self.adapter is None or self.factors is None:
             return y
-        kept = F.dropout(x, self.adapter.dropout) if self.adapter.dropout else x
+        dropped = F.dropout(x, self.adapter.dropout) if self.adapter.dropout else x
         a, b = self.factors[0][expert], self.factors[1][expert]
-        return y + self.adapter.scale * F.linear(F.linear(kept.to(a.dtype), a), b).to(y.dtype)
+        return y + self.adapter.scale * F.linear(F.linear(dropped.to(a.dtype), a), b).to(y.dtype)
 
 
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT has A at the outputs, B at the inputs."""
+    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT swaps A and B for transposed weights."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
@@ -223,12 +225,12 @@ def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
 
 
 def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
-    if packed_experts_layout(weight_EIO) is not None:  # dequantised one by one
+    if packed_experts_layout(weight_EIO) is not None:  # dequantized one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
         y_ETO = torch.bmm(x_ETI, weight_EIO)
     if adapter is None:
         return y_ETO
-    kept = F.dropout(x_ETI, adapter.dropout) if adapter.dropout else x_ETI
-    h_ETR = torch.bmm(kept.to(adapter.a_ERI.dtype), adapter.b_EOR)
+    dropped = F.dropout(x_ETI, adapter.dropout) if adapter.dropout else x_ETI
+    h_ETR = torch.bmm(dropped.to(adapter.a_ERI.dtype), adapter.b_EOR)
     return y_ETO + adapter.scale * torch.bmm(h_ETR, adapter.a_ERI).to(y_ETO.dtype)

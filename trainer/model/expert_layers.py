@@ -1,6 +1,6 @@
-"""The experts of MoE models as transformers keeps them: one module per layer, each matrix of all experts one tensor.
+"""The fused experts of MoE models in transformers: one module per layer, one tensor per matrix of all experts.
 
-`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have `up_proj` and no gate.
+`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have no gate but `up_proj`.
 Legend: E experts, H hidden, I width of an expert.
 """
 
@@ -14,20 +14,28 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, model_sha
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
-"""Names of the parts of each tensor in checkpoints and in settings."""
-VISITED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k", "top_k")
-"""Names of the number of experts per token in configurations."""
+"""Names of the parts of each tensor in checkpoints and settings."""
+TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+    "num_experts_per_token",
+    "moe_top_k",
+    "top_k",
+)
+"""Names of the setting for experts per token in configurations."""
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold fused experts, by path; the model may be without weights, or adapted."""
+    """Return the modules with fused experts, by path; the model may be empty or adapted."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module holds fused experts that our forward can compute."""
+    """Return whether a module has fused experts that our forward can compute."""
     names = expert_names(module)
-    if DOWN not in names or len(names) < 2 or _unknown_parts(module):
+    if DOWN not in names or len(names) < 2 or _find_unknown_parts(module):
         return False
     if takes_all_tokens(module):
         return True
@@ -35,19 +43,19 @@ def holds_experts(module: nn.Module) -> bool:
     return hasattr(module, activation) and len(inspect.signature(type(module).forward).parameters) > 2
 
 
-def _unknown_parts(experts: nn.Module) -> set[str]:
-    """Return the names of tensors in a module of experts that our forward would ignore."""
-    own = {name for name, _ in experts.named_parameters(recurse=False)}
-    within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
-    known = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
-    known |= {"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set()
-    return (own | within) - known
+def _find_unknown_parts(experts: nn.Module) -> set[str]:
+    """Return the names of parameters and submodules that our forward would ignore."""
+    parameters = {name for name, _ in experts.named_parameters(recurse=False)}
+    submodules = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
+    supported = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
+    supported |= {"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set()
+    return (parameters | submodules) - supported
 
 
 def expert_names(module: nn.Module) -> list[str]:
     """Return the names of a module's expert tensors, in the order of computation."""
-    own = dict(module.named_parameters(recurse=False))
-    return [name for name in (GATE_UP, UP, DOWN) if name in own and len(expert_shape(module, name)) == 3]
+    parameters = dict(module.named_parameters(recurse=False))
+    return [name for name in (GATE_UP, UP, DOWN) if name in parameters and len(expert_shape(module, name)) == 3]
 
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
@@ -56,7 +64,7 @@ def expert_shape(module: Any, name: str) -> tuple[int, ...]:
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Return whether each expert gets all tokens, as in Llama 4: zeros for those not routed to it; [E, in, out]."""
+    """Return whether each expert gets all tokens, as in Llama 4, with zeros for those not routed to it."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
@@ -66,7 +74,7 @@ def is_transposed(module: Any) -> bool:
 
 
 def expert_width(module: Any) -> int:
-    """Return I, the largest useful rank of an expert's adapter."""
+    """Return I, the width of an expert and the largest useful rank of its adapter."""
     shape = expert_shape(module, DOWN)
     return shape[1] if is_transposed(module) else shape[2]
 
@@ -74,27 +82,27 @@ def expert_width(module: Any) -> int:
 def experts_per_token(config: Any) -> int:
     """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
-    found = (getattr(text, name, None) for name in VISITED)
-    return next((number for number in found if isinstance(number, int) and number > 0), 1)
+    values = (getattr(text, name, None) for name in TOP_K_NAMES)
+    return next((number for number in values if isinstance(number, int) and number > 0), 1)
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the router weights by name: matrices next to the experts with one row per expert.
 
-    Routers that are small networks are recognised by the name `router`.
+    Routers that are small networks are found by the name `router`.
     """
-    found: dict[str, nn.Parameter] = {}
+    routers: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         for experts in list(find_expert_weights(module).values())[:1]:
             parent = path.replace(".base_layer", "").rpartition(".")[0]  # adapted models have base layers
             for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
                 if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):
-                    found[name] = each
-    return found
+                    routers[name] = each
+    return routers
 
 
 class ExpertFactor(nn.Module):
-    """One factor of all experts, A [E, R, I] or B [E, O, R]."""
+    """The factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
         """Convert PEFT's matrix; `down` marks A, which projects down to the rank."""

@@ -1,7 +1,7 @@
-"""The tensors of fused experts that get an adapter, matched by their usual names, and the rank of their adapters.
+"""Select the tensors of fused experts that get an adapter, and the rank of their adapters.
 
-PEFT lists them in `target_parameters`. PEFT's own translation of older names (peft#3711) is not used: it mistakes
-gate_proj, up_proj and down_proj of dense layers and shared experts for those of the routed experts, and drops them.
+PEFT lists them in `target_parameters`. Its translation of older names (peft#3711) is not used: it mistakes gate_proj,
+up_proj and down_proj of dense layers and shared experts for those of routed experts, and drops them.
 """
 
 import re
@@ -14,8 +14,8 @@ from torch import nn
 from trainer.config import LoraSection, UserError
 from trainer.config.types import is_pattern
 from trainer.model.expert_layers import (
+    TOP_K_NAMES,
     USUAL_NAMES,
-    VISITED,
     expert_modules,
     expert_names,
     expert_shape,
@@ -26,148 +26,154 @@ from trainer.model.expert_layers import (
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
-NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
+UNSUPPORTED_INITS = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
-BALANCE = "load_balancing_loss_func"
-"""Function of the load-balancing loss in transformers' modeling files."""
+LOAD_BALANCING = "load_balancing_loss_func"
+"""Name of the load-balancing loss function in modeling files of transformers."""
 
 
-def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = None) -> list[str]:
-    """Return the paths of the experts' tensors that get an adapter; `beyond` matches paths that text never reaches."""
+def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
+    """Return the paths of the expert tensors that get an adapter; `outside_text` matches paths to leave out."""
     if not lora.experts or lora.adapter_path:
         return []
-    excluded = "|".join(filter(None, [*(below(name) for name in lora.exclude_modules), beyond]))
-    found = []
+    excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
+    paths = []
     for path, module in expert_modules(model).items():
         for name in expert_names(module):
-            known = aliases(path, name)
-            wanted = lora.target_modules == ALL_LINEAR or any(
-                matches_aliases(target, known) for target in (*lora.target_modules, *lora.target_parameters)
+            names = list_aliases(path, name)
+            is_target = lora.target_modules == ALL_LINEAR or any(
+                matches_aliases(target, names) for target in (*lora.target_modules, *lora.target_parameters)
             )
-            if wanted and not (excluded and any(re.fullmatch(excluded, alias) for alias in known)):
-                found.append(f"{path}.{name}")
-    return found
+            if is_target and not (excluded and any(re.fullmatch(excluded, alias) for alias in names)):
+                paths.append(f"{path}.{name}")
+    return paths
 
 
-def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
+def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
     """Return the paths of non-expert tensors in `lora.target_parameters`, and of routers in `lora.target_modules`."""
     experts = set(expert_modules(model))
-    found = []
+    paths = []
     for path, parameter in model.named_parameters():
-        parent, _, own = path.rpartition(".")
+        parent, _, last = path.rpartition(".")
         if parent in experts or len(whole_shape(parameter)) not in (2, 3):
             continue
-        named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
-        router = own == "weight" and any(is_named(name, parent) for name in lora.target_modules) and experts
-        if named or (router and is_router(model.get_submodule(parent))):
-            found.append(path)
-    return found
+        is_named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
+        may_be_router = last == "weight" and any(matches_path(name, parent) for name in lora.target_modules) and experts
+        if is_named or (may_be_router and is_router(model.get_submodule(parent))):
+            paths.append(path)
+    return paths
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module routes with its own matrix and is not a plain linear layer."""
+    """Return whether a module is a router with its own weight rather than a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
-def aliases(path: str, name: str) -> list[str]:
-    """Return the names of a tensor of experts: its module, its path, its parts, and those of one expert (`*`)."""
+def list_aliases(path: str, name: str) -> list[str]:
+    """Return all names by which settings may refer to an expert tensor; `*` stands for the index of an expert."""
     parts = [name, *USUAL_NAMES[name]]
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
 
 def list_expert_aliases(model: nn.Module) -> list[str]:
-    """Return all names of all tensors of fused experts."""
+    """Return the aliases of all fused expert tensors."""
     layers = expert_modules(model).items()
-    return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
+    return [alias for path, module in layers for name in expert_names(module) for alias in list_aliases(path, name)]
 
 
-def matches_aliases(target: str, known: list[str]) -> bool:
-    """Return whether a name in the settings matches a tensor with these aliases."""
-    return any(is_named(target, alias) for alias in known)
+def matches_aliases(target: str, aliases: list[str]) -> bool:
+    """Return whether a name in the settings matches one of a tensor's aliases."""
+    return any(matches_path(target, alias) for alias in aliases)
 
 
-def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> None:
-    """Raise UserError for settings that adapted experts do not support."""
+def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None) -> None:
+    """Raise UserError for settings that adapters on experts do not support."""
     _check_parameters(model, lora)
-    targets = expert_targets(model, lora, beyond)
+    targets = find_expert_targets(model, lora, outside_text)
     if not targets:
         return
-    leave_out = "or leave the experts out with lora.experts: false"
+    fix = "or exclude the experts with lora.experts: false"
     if lora.dora:
-        raise UserError(f"lora.dora=true: not supported for experts; turn it off, {leave_out}")
-    if lora.init in NO_START:
-        raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {leave_out}")
+        raise UserError(f"lora.dora=true: not supported for experts; set it to false, {fix}")
+    if lora.init in UNSUPPORTED_INITS:
+        raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {fix}")
     rank = expert_rank(model, lora)
     width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         raise UserError(
-            f"{setting}: an expert of this model is {width} wide, and a higher rank adds nothing; set lora.expert_rank "
+            f"{setting}: a rank above the width {width} of an expert adds nothing; set lora.expert_rank "
             f"to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
         )
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    experts, known = expert_modules(model), list_expert_aliases(model)
+    experts, aliases = expert_modules(model), list_expert_aliases(model)
     unknown = {type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)}
-    none = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
+    reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name in lora.target_parameters:
-        if matches_aliases(name, known):
+        if matches_aliases(name, aliases):
             if not lora.experts:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
-                raise UserError(f"lora.target_parameters={name}: {none}; remove it")
-            words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
-            nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+                raise UserError(f"lora.target_parameters={name}: {reason}; remove it")
+            names = {
+                path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *aliases)
+            }
+            nearest = get_close_matches(name.rpartition(".")[2], sorted(names), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
         elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):
             raise UserError(f"lora.target_parameters={name}: is the weight of an adapted layer; remove it")
     if not experts:
         if lora.expert_rank != "r":
-            raise UserError(f"lora.expert_rank={lora.expert_rank}: {none}; leave it out")
+            raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove it")
         for name in lora.target_modules:
             if "experts" in name.split("."):
-                raise UserError(f"lora.target_modules={name}: {none}; use layers, or all-linear")
+                raise UserError(f"lora.target_modules={name}: {reason}; use layers, or all-linear")
     for name in lora.target_modules if experts else ():
-        if matches_aliases(name, known) and not lora.experts and "experts" in name.split("."):
+        if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
-        if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
-            pattern = name[: one.start(1)] + "*" + name[one.end(1) :]
+        if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
+            pattern = name[: single.start(1)] + "*" + name[single.end(1) :]
             raise UserError(
                 f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
-                f"{pattern if matches_aliases(pattern, known) else 'experts'}"
+                f"{pattern if matches_aliases(pattern, aliases) else 'experts'}"
             )
 
 
-def check_visited(base_model: str, model: Any) -> None:
-    """Raise UserError if config.json routes a token to more experts than exist; the model may be empty."""
+def check_experts_per_token(base_model: str, model: Any) -> None:
+    """Raise UserError if config.json routes each token to more experts than exist; the model may be empty."""
     text, modules = model.config.get_text_config(), expert_modules(model).values()
-    name = next((each for each in VISITED if isinstance(getattr(text, each, None), int)), None)
+    name = next((each for each in TOP_K_NAMES if isinstance(getattr(text, each, None), int)), None)
     experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
-            f"base_model={base_model}: config.json has {name}={getattr(text, name)} of {experts} experts; "
+            f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but {experts} experts; "
             "copy it again from the model"
         )
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError if the load-balancing loss is set but no router is trained (`lora` None: all weights are)."""
+    """Raise UserError if the load-balancing loss is set but no router is trained; `lora` is None in full training."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return
-    if not hasattr(sys.modules[type(model).__module__], BALANCE) or not expert_modules(model):
+    if not hasattr(sys.modules[type(model).__module__], LOAD_BALANCING) or not expert_modules(model):
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
-    named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
-    routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
+    names = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
+    routers = [
+        path
+        for path, module in model.named_modules()
+        if is_router(module) or _last_component(path) in ("gate", "router")
+    ]
     if lora is not None and not any(
-        _ends_with(path, name.removesuffix(".weight")) for path in routers for name in named
+        _ends_with(path, name.removesuffix(".weight")) for path in routers for name in names
     ):
-        name = _last(routers[0]) if routers else "gate"
+        name = _last_component(routers[0]) if routers else "gate"
         raise UserError(
             f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
             "to the names in lora.target_modules, or set it to 0"
@@ -183,18 +189,18 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
     return int(lora.expert_rank)
 
 
-def below(name: str) -> str:
-    """Return a pattern of all paths that contain `name` as whole path components, and of all paths below them."""
-    own = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
-    return rf"{own}(?:\..*)?"
+def build_subtree_pattern(name: str) -> str:
+    """Return a pattern for all paths that end in `name`, and for all paths below them."""
+    root = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
+    return rf"{root}(?:\..*)?"
 
 
-def is_named(name: str, path: str) -> bool:
+def matches_path(name: str, path: str) -> bool:
     """Return whether the path ends in `name`, or matches it as a regular expression."""
     return _ends_with(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 
-def _last(path: str) -> str:
+def _last_component(path: str) -> str:
     return path.rpartition(".")[2]
 
 

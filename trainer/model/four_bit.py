@@ -1,8 +1,8 @@
-"""4-bit linear layers (bitsandbytes NF4 or FP4) that ZeRO-3 may free and gather between forward and backward.
+"""4-bit linear layers (bitsandbytes NF4 or FP4) that save memory under ZeRO-3.
 
-The autograd Function of bitsandbytes keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight
-of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved; its data is
-freed with the partition and gathered again before it is read. The dequantised weight is never saved.
+The autograd Function of bitsandbytes saves a view of the packed weight. Under ZeRO-3 that view pins the gathered weight
+of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved: its data is
+freed with the partition and gathered again before the backward pass reads it. The dequantized weight is never saved.
 """
 
 from functools import partial
@@ -20,18 +20,18 @@ from trainer.contract.known_versions import replaces
 from trainer.model.eight_bit import check_input
 
 READ_DIRECTLY = ("dt_proj",)
-"""The time-step projection of Mamba-1 (Jamba): the model multiplies by its weight without calling the layer."""
+"""Names of layers left unquantized: Mamba-1 (Jamba) multiplies by the weight of `dt_proj` without calling it."""
 
 
 @replaces("`dequantize_4bit` on a CPU")
 def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise a packed 4-bit weight to [O,I] in `dtype`.
+    """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
-    On a CPU bitsandbytes 0.50.2 uses the wrong scales if a row is not a whole number of blocks (10 to 16 % error for
-    rows of 64 in blocks of 128), so such weights are dequantised with the code book here.
+    On a CPU bitsandbytes 0.50.2 uses the wrong scales if rows do not consist of whole blocks (10 to 16 % error for rows
+    of 64 in blocks of 128). Those weights are dequantized here.
     """
-    rows_hold_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
-    if weight.device.type != "cpu" or rows_hold_whole_blocks:
+    has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
+    if weight.device.type != "cpu" or has_whole_blocks:
         return dequantize_4bit(weight.data, quant_state).to(dtype)
     state = [quant_state.absmax, quant_state.code]
     if quant_state.nested:
@@ -42,10 +42,10 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
 
 
 class Params4bit(bnb.nn.Params4bit):
-    """The packed weight of bitsandbytes, which `to` returns itself if the device does not change.
+    """The packed weight of bitsandbytes, with a `to` that returns `self` if the device does not change.
 
-    The class keeps the name that PEFT checks for. PEFT's DoRA moves the weight "back to the CPU" after reading it, and
-    DeepSpeed would not know a new Parameter.
+    PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
+    PEFT checks the name of the class.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
 
 
 @replaces("`Linear4bit.forward` and `Params4bit.to`")
-def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
-    """Quantise `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
+def quantize_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
+    """Quantize `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
 
-    The storage type is uint8: the 16-bit engine would convert a float type, and destroy the bits.
+    The storage type is uint8, because the 16-bit engine converts float parameters and would destroy the bits.
     """
     assert isinstance(linear, nn.Linear)
     device = linear.weight.device

@@ -1,4 +1,4 @@
-"""Models of text and images: which are trained on images, their processors, and the inputs that they take."""
+"""Load the processors of image-text models, build their inputs, and cache image features."""
 
 import inspect
 import sys
@@ -18,24 +18,24 @@ from trainer.data.image_parts import store_image
 from trainer.data.samples import Samples
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
-from trainer.model.model_source import unreadable_error
+from trainer.model.model_source import build_load_error
 from trainer.model.published_shapes import is_random
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.group import gather_objects
 
-SHOWN_EVERY = 100
+REPORT_INTERVAL = 100
 
 FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
     "internvl",
 )  # fmt: skip
-"""Model types with losses that tests compare with those of transformers and PEFT."""
+"""Supported model types; tests compare their losses with those of transformers and PEFT."""
 
 
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Return the processor of a model that is trained on images, else None. Raises UserError if it cannot be loaded."""
+    """Load the processor of a supported image model, or return None. Raises UserError if it cannot be loaded."""
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
@@ -43,7 +43,7 @@ def load_image_reader(
             raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove it")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
-            "dataset.min_pixels={min_pixels}: above dataset.max_pixels={max_pixels}; lower it".format(**sizes)
+            "dataset.min_pixels={min_pixels}: exceeds dataset.max_pixels={max_pixels}; lower it".format(**sizes)
         )
     return reader
 
@@ -57,38 +57,41 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         return None
     revision = section.revision or "main"
     try:
-        known = PROCESSOR_MAPPING[type(model_config)]
-        parts = known.get_attributes()
+        processor_class = PROCESSOR_MAPPING[type(model_config)]
+        parts = processor_class.get_attributes()
         images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
     except (OSError, ImportError):
-        # A copy of the weights without preprocessor_config.json, or a processor that needs torchvision: text alone.
+        # Without preprocessor_config.json, or torchvision if the processor needs it, train on text alone.
         return None
-    except Exception as error:  # invalid values raise any exception
-        raise unreadable_error("base_model", base_model, error) from None
+    except Exception as error:  # invalid values raise many types
+        raise build_load_error("base_model", base_model, error) from None
     try:
-        settings, _ = known.get_processor_dict(base_model, revision=revision)
+        settings, _ = processor_class.get_processor_dict(base_model, revision=revision)
     except OSError:  # older models have no processor_config.json
         settings = {}
-    taken = [name for name in inspect.signature(known.__init__).parameters if name not in (*parts, "self", "kwargs")]
-    kept = {name: value for name, value in settings.items() if name in taken and name != "chat_template"}
+    accepted = [
+        name
+        for name in inspect.signature(processor_class.__init__).parameters
+        if name not in (*parts, "self", "kwargs")
+    ]
+    options = {name: value for name, value in settings.items() if name in accepted and name != "chat_template"}
     try:
-        return ImageReader(known, images, tokenizer, kept)
+        return ImageReader(processor_class, images, tokenizer, options)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"base_model={base_model}: its processor of images cannot be built ({error}); use the tokenizer files of "
+            f"base_model={base_model}: its image processor cannot be built ({error}); use the tokenizer files of "
             "the model itself"
         ) from None
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the `reader` of the model, if it has one.
+    """Return the images of `--image` for the model's `reader`, or None without one.
 
-    Raises UserError for images that a model does not read, or that are missing.
+    Raises UserError for missing images, or if the model reads none.
     """
     if reader is None:
         if files:
-            problem = f"this model is not trained on images; use a model of {', '.join(FAMILIES)}"
-            raise UserError(f"--image={files[0]}: {problem}")
+            raise UserError(f"--image={files[0]}: this model reads no images; use one of {', '.join(FAMILIES)}")
         return None
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
 
@@ -105,12 +108,12 @@ def trains_images(model: Any) -> bool:
     return any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in parts)
 
 
-def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return the builder of a loaded model's image inputs; with `every_rank` each batch has an image."""
+def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
+    """Return a builder of image inputs for a loaded model; with `every_rank` each batch has an image."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
-    taken = inspect.signature(inner.forward).parameters
-    name = next((name for name in TYPE_NAMES if name in taken), None)
+    accepted = inspect.signature(inner.forward).parameters
+    name = next((name for name in TYPE_NAMES if name in accepted), None)
     text = inner.config.get_text_config()
     is_gemma_4 = text.model_type.startswith("gemma4")
     if rope is not None or (is_gemma_4 and text.use_bidirectional_attention != "vision"):
@@ -124,20 +127,20 @@ def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageI
 def cache_features(
     inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
-    """Return `inputs` with files below `folder` of the features of all images; every rank must call it.
+    """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
 
-    Ranks of a host compute those that are missing there, one at a time, and all run the tower equally often: they may
-    hold parts of it. The tower's output for an image of noise is part of the folder's name, in place of its weights.
+    The ranks of each host share its missing images. All ranks run the tower equally often, since it may be sharded. The
+    name of the folder includes a hash of the tower's output for an image of noise, in place of its weights.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the tower; set it to false")
-    taken = inspect.signature(inner.get_image_features).parameters
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the image tower; set it to false")
+    accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:
-        given = inputs.reader.inputs([image])
-        moved = {name: value.to(device) for name, value in given.items() if name in taken}
-        return inner.get_image_features(**moved, return_dict=True), given.get(GRID)
+        arguments = inputs.reader.inputs([image])
+        moved = {name: value.to(device) for name, value in arguments.items() if name in accepted}
+        return inner.get_image_features(**moved, return_dict=True), arguments.get(GRID)
 
     [[noise]] = inputs.reader.empty_document().images
     state = compute(noise)[0].pooler_output
@@ -146,16 +149,18 @@ def cache_features(
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
     hosts = gather_objects(host_name())
     rank = dist.get_rank() if dist.is_initialized() else 0
-    others = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-    ours = (image for chunk in samples.image_chunks() for image in chunk[others.index(rank) :: len(others)])
-    missing = {path: image for image in ours if not (path := files.path(image)).exists()}
+    host_ranks = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    rank_images = (
+        image for chunk in samples.image_chunks() for image in chunk[host_ranks.index(rank) :: len(host_ranks)]
+    )
+    missing = {path: image for image in rank_images if not (path := files.path(image)).exists()}
     rounds = max(gather_objects(len(missing)))
     paths = list(missing)
     for number in range(rounds):
         output, grid = compute(missing[paths[number]] if number < len(paths) else noise)
         if number < len(paths):
             files.write(paths[number], output, grid)
-        if (number + 1) % SHOWN_EVERY == 0:
+        if (number + 1) % REPORT_INTERVAL == 0:
             say(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))
     say(f"image features: {computed:,} computed, in {files.folder}")

@@ -1,12 +1,12 @@
-"""8- and 4-bit integer weights as inference servers hold them: their scales, and rounding by torchao.
+"""Round weights to 8- and 4-bit integers as inference servers store them, with torchao.
 
 int8   one scale per row of a weight
-int4   one scale per group of 128, 64 or 32 weights of a row: the largest group that divides every weight of the model
+int4   one scale per group of 128, 64 or 32 weights of a row: the largest size that divides the width of every layer
 
-Only weights are rounded, symmetrically to values from -128 to 127 (-8 to 7), with the smallest scale that clips none:
-the larger of max(w) / 127 and -min(w) / 128. The fake quantisers of torchao divide the largest magnitude by 127.5,
-which puts it halfway between two values in half of the groups, where rounding depends on the last bit of a sum.
-The scale is first rounded to the model's dtype, in which it is stored and in which servers multiply.
+Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips nothing: the larger of
+max(w) / 127 and -min(w) / 128. The fake quantizers of torchao divide the largest magnitude by 127.5, which puts it
+halfway between two values in half of the groups, where rounding depends on the last bit of a sum. The scale is first
+rounded to the model's dtype, in which it is stored and in which servers multiply.
 """
 
 import importlib.util
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.model.targets import layers_to_adapt, resolve_targets
+from trainer.model.targets import find_layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
 Integers = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
-GROUPS = (128, 64, 32)
-"""Group sizes that the kernels of vLLM and SGLang support; smaller groups are more accurate."""
+GROUP_SIZES = (128, 64, 32)
+"""Group sizes that the kernels of vLLM and SGLang support; smaller ones are more accurate."""
 INSTALL = "pip install torchao compressed-tensors"
 
 
 @dataclass(frozen=True)
 class IntegerForm:
-    """How a weight is rounded: its bits, weights per scale (`group`; None: a whole row) and the type of the scales."""
+    """An integer format: bits, weights per scale (`group`; None for a whole row) and the type of the scales."""
 
     kind: Integers
     group: int | None
@@ -45,43 +45,43 @@ class IntegerForm:
     def __str__(self) -> str:
         return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
 
-    def quantise(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
+    def quantize(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
         from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
         block = (1, self.group or weight_OI.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         mapping = MappingType.SYMMETRIC_NO_CLIPPING_ERR
-        # By default torchao limits scales to the epsilon of the type: 2^-7 in bf16, more than most weights.
-        least = torch.finfo(torch.float32).eps
-        found, zero = choose_qparams_affine(
-            weight_OI, mapping, block, torch.int8, low, high, least, torch.float32, torch.int32
+        # By default torchao raises scales to the epsilon of the type: 2^-7 in bf16, more than most weights.
+        min_scale = torch.finfo(torch.float32).eps
+        exact_scales, zero = choose_qparams_affine(
+            weight_OI, mapping, block, torch.int8, low, high, min_scale, torch.float32, torch.int32
         )
-        scales = found.to(self.scale_dtype).float()
+        scales = exact_scales.to(self.scale_dtype).float()
         values = quantize_affine(weight_OI, block, scales, zero, torch.int8, low, high)
         return values, scales.view(len(weight_OI), -1)
 
 
 def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
-    """Choose the form for layers with these input widths in a model of this type.
+    """Choose the format for layers with these input widths, and scales in `dtype`.
 
-    Raises UserError, naming `setting`, if no group size divides a layer's width.
+    Raises UserError, naming `setting`, if no group size divides the width of a layer.
     """
     if kind == "int8":
         return IntegerForm(kind, None, dtype)
-    for group in GROUPS:
+    for group in GROUP_SIZES:
         if all(width % group == 0 for width in widths.values()):
             return IntegerForm(kind, group, dtype)
-    name, width = next((name, width) for name, width in widths.items() if width % GROUPS[-1])
+    name, width = next((name, width) for name, width in widths.items() if width % GROUP_SIZES[-1])
     last = name.rpartition(".")[2]
     raise UserError(
-        f"{setting}=int4: groups of {GROUPS[-1]} or more do not divide the input width {width} of {name}; use int8, or "
-        f"leave it out with lora.exclude_modules: [{last}]"
+        f"{setting}=int4: groups of {GROUP_SIZES[-1]} or more do not divide the input width {width} of {name}; use "
+        f"int8, or exclude it with lora.exclude_modules: [{last}]"
     )
 
 
 def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
-    """Raise UserError if layers adapted by `lora` have no integer form; the model is still without weights."""
+    """Raise UserError if layers adapted by `lora` have no integer format; the model is empty."""
     setting = f"training.qat={kind}"
     targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
@@ -93,19 +93,19 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
             f"{setting}: rounds linear layers, not lora.target_parameters={shown(lora.target_parameters)}; remove them"
         )
     modules = dict(model.named_modules())
-    layers = {path: modules[path] for path in layers_to_adapt(model, lora)}
-    if odd := next((path for path, module in layers.items() if not is_linear(module)), None):
+    layers = {path: modules[path] for path in find_layers_to_adapt(model, lora)}
+    if unsupported := next((path for path, module in layers.items() if not is_linear(module)), None):
         raise UserError(
-            f"{setting}: {odd} is {type(layers[odd]).__name__}, not a plain linear layer; leave it out with "
-            f"lora.exclude_modules: [{odd.rpartition('.')[2]}]"
+            f"{setting}: {unsupported} is {type(layers[unsupported]).__name__}, not a plain linear layer; exclude "
+            f"it with lora.exclude_modules: [{unsupported.rpartition('.')[2]}]"
         )
     choose_integer_form(
         kind, {path: layer.weight.shape[1] for path, layer in layers.items()}, torch.float32, setting="training.qat"
     )
 
 
-def adapted_linears(model: nn.Module) -> dict[str, Any]:
-    """Return PEFT's layers on plain linear layers, by path."""
+def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
+    """Return the adapted plain linear layers, by path."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -115,8 +115,8 @@ def adapted_linears(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def why_not_rounded(layer: Any) -> str | None:
-    """Return why an adapted layer's merged weight W + s B A cannot be rounded to integers, or None if it can."""
+def explain_not_rounded(layer: Any) -> str | None:
+    """Return why the merged weight W + s B A of an adapted layer cannot be rounded to integers; None if it can."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):
         return f"{type(layer.base_layer).__name__} is not a plain linear layer"
@@ -124,7 +124,7 @@ def why_not_rounded(layer: Any) -> str | None:
         return f"{len(names)} active adapters, not one"
     if layer.lora_variant.get(names[0]) is not None:
         return "DoRA scales the merged weight"
-    return "the adapter has a bias of its own" if layer.lora_bias.get(names[0]) else None
+    return "the adapter has a bias" if layer.lora_bias.get(names[0]) else None
 
 
 def check_torchao(setting: str) -> None:

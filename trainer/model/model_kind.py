@@ -1,4 +1,4 @@
-"""What config.json decides: a model's class in transformers, whether it can be trained, and with sdpa."""
+"""Model properties from config.json: the transformers class, whether it can be trained, and whether sdpa fits."""
 
 import inspect
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
-from trainer.model.stored_four_bit import four_bit_form
-from trainer.model.stored_fp8 import quantization_settings
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_four_bit import parse_four_bit_form
+from trainer.model.stored_fp8 import find_quantization_settings
+from trainer.model.stored_settings import find_stored_form
 
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
 """Weight of the score head of reward models."""
-# Suffixes of class names in config.json of models that do not predict the next token.
+# Suffixes of the class names in config.json of models that do not predict the next token.
 OTHER_HEADS = (
     "ForMaskedLM",
     "ForPreTraining",
@@ -27,19 +27,19 @@ OTHER_HEADS = (
 
 
 def has_score(model_config: Any) -> bool:
-    """Return whether config.json names a model with a score or class per sequence."""
+    """Return whether config.json names a sequence classification model, such as a reward model."""
     return bool(((getattr(model_config, "architectures", None) or [""])[0] or "").endswith(SEQUENCE_CLASS))
 
 
 def set_score_head(base_model: str, model_config: Any) -> None:
-    """Change the configuration to that of a reward model. Raises UserError if the model cannot be one."""
+    """Turn the configuration into that of a reward model. Raises UserError if the model does not allow it."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
     setting, kind = f"base_model={base_model}", model_config.model_type
     if has_score(model_config) and model_config.num_labels != 1:
         raise UserError(
-            f"{setting}: has a head of {model_config.num_labels} classes, and a reward is one number; use a language "
+            f"{setting}: its head has {model_config.num_labels} classes, but a reward is one number; use a language "
             "model, or a reward model with num_labels 1"
         )
     mapping = AutoModelForSequenceClassification._model_mapping
@@ -49,20 +49,20 @@ def set_score_head(base_model: str, model_config: Any) -> None:
             f"{setting}: transformers has no score head for causal language models of model_type {kind}; use a model "
             "such as Llama, Qwen or Mistral"
         )
-    if model_config.get_text_config() is not model_config or quantization_method(model_config):
-        what = "has parts besides text" if model_config.get_text_config() is not model_config else "is quantised"
-        raise UserError(f"{setting}: {what}, and reward models need a text model in 16 or 32 bits; use such a model")
+    if model_config.get_text_config() is not model_config or find_quantization_method(model_config):
+        problem = "is not text-only" if model_config.get_text_config() is not model_config else "is quantized"
+        raise UserError(f"{setting}: {problem}; reward models need a text model in 16 or 32 bits; use such a model")
     model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
 
 
-def output_layer(model: Any) -> Any:
+def find_output_layer(model: Any) -> Any:
     """Return the output head, the score head of a reward model, or None."""
     head = model.get_output_embeddings()
     return getattr(model, "score", None) if head is None else head
 
 
 def auto_class(model_config: Any) -> Any:
-    """Return AutoModelForMultimodalLM for a model of text and images or audio, AutoModelForCausalLM for all others.
+    """Return AutoModelForMultimodalLM for models that also take images or audio, otherwise AutoModelForCausalLM.
 
     A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
 
@@ -73,97 +73,96 @@ def auto_class(model_config: Any) -> Any:
 
     if has_score(model_config):
         return AutoModelForSequenceClassification
-
     kind, has_parts = type(model_config), model_config.get_text_config() is not model_config
-    by_text_alone = kind in AutoModelForCausalLM._model_mapping and not has_parts
-    known = kind in AutoModelForMultimodalLM._model_mapping
-    return AutoModelForMultimodalLM if known and not by_text_alone else AutoModelForCausalLM
+    is_text_only = kind in AutoModelForCausalLM._model_mapping and not has_parts
+    is_multimodal = kind in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if is_multimodal and not is_text_only else AutoModelForCausalLM
 
 
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
-    """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
+    """Raise UserError if the model is already quantized, or not a causal language model according to config.json.
 
-    With `may_score` it may have a score head. Weights in 4 bits or FP8 can be the base of an adapter, but cannot be
-    trained themselves (`all_trained`).
+    `may_score` allows a score head. `all_trained` refuses weights in 4 bits or FP8, which can only be the base of an
+    adapter.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
         raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
     try:
-        method = quantization_method(model_config)
+        method = find_quantization_method(model_config)
     except ValueError:  # raised by get_text_config if there are several text parts
         raise UserError(
             f"{setting}: has several text parts ({kind}); only causal language models are trained"
         ) from None
     if method == MXFP4 and all_trained:
         raise UserError(
-            f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained in it; use adapter: "
+            f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
             "lora or qlora, or a copy of the model in 16 bits"
         )
-    kept = kept_form(model_config)
-    if kept is not None and all_trained:
+    stored_form = find_stored_form(model_config)
+    if stored_form is not None and all_trained:
         raise UserError(
-            f"adapter=none: the weights of {base_model} are stored in {kept.name} and cannot be trained in it; use "
+            f"adapter=none: the weights of {base_model} are stored in {stored_form.name} and cannot be trained; use "
             "adapter: lora, or a copy of the model in 16 bits"
         )
-    if method and method != MXFP4 and kept is None:
+    if method and method != MXFP4 and stored_form is None:
         raise UserError(
-            f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); use the "
-            "full-precision model that it was made from, with adapter: qlora for a base in 4 bits, or in 8 with "
-            "quantization.quant_type: fp8 or int8"
+            f"{setting}: is already quantized ({_describe_quantization(model_config, method)}); use the "
+            "full-precision model it was made from, with adapter: qlora (4 bits, or 8 bits with "
+            "quantization.quant_type: fp8 or int8)"
         )
-    named = (getattr(model_config, "architectures", None) or [""])[0] or ""
-    if named.endswith(OTHER_HEADS) and not (may_score and has_score(model_config)):
+    class_name = (getattr(model_config, "architectures", None) or [""])[0] or ""
+    if class_name.endswith(OTHER_HEADS) and not (may_score and has_score(model_config)):
         raise UserError(
-            f"{setting}: config.json names {named}, which does not predict the next token; use a causal language model"
+            f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
     auto = auto_class(model_config)
-    remote = getattr(model_config, "auto_map", None)
+    auto_map = getattr(model_config, "auto_map", None)
     if type(model_config) not in auto._model_mapping:
-        if not remote:
+        if not auto_map:
             raise UserError(
                 f"{setting}: transformers has no causal language model of model_type {kind}; use another model"
             )
         return
-    # BERT and similar models are causal only if config.json sets is_decoder, which their classes check.
+    # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     model_class = auto._model_mapping[type(model_config)]
-    asks = "is_decoder" in inspect.getsource(model_class.__init__)
-    if asks and not getattr(model_config, "is_decoder", True):
+    checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
+    if checks_decoder and not getattr(model_config, "is_decoder", True):
         raise UserError(
             f"{setting}: {kind} reads in both directions (is_decoder is false in config.json); only causal language "
             "models are trained"
         )
 
 
-def caps_scores(model_config: Any) -> bool:
+def has_soft_cap(model_config: Any) -> bool:
     """Return whether attention scores are soft-capped by tanh, as in Gemma 2."""
     return getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def takes_sdpa(model: Any) -> bool:
-    """Return whether torch's attention gives the same result as the model's own code.
+def supports_sdpa(model: Any) -> bool:
+    """Return whether sdpa gives the same result as the model's own attention.
 
-    It has no soft cap: transformers 5.17 claims that Gemma 2 supports it, and silently drops the cap.
+    sdpa has no soft cap: transformers 5.17 accepts it for Gemma 2 and silently drops the cap.
     """
-    return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
+    return bool(require(model, "_supports_sdpa", "transformers")) and not has_soft_cap(model.config)
 
 
 def is_mxfp4(model_config: Any) -> bool:
     """Return whether the experts are stored in MXFP4 according to config.json."""
-    return quantization_method(model_config) == MXFP4
+    return find_quantization_method(model_config) == MXFP4
 
 
-def quantization_method(model_config: Any) -> str | None:
-    """Return how the stored weights are quantised (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
-    settings = quantization_settings(model_config)
+def find_quantization_method(model_config: Any) -> str | None:
+    """Return the quantization method of the stored weights (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
+    settings = find_quantization_settings(model_config)
     if settings is None:
         return None
     return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
 
 
 def _describe_quantization(model_config: Any, method: str) -> str:
-    settings = quantization_settings(model_config) or {}
+    settings = find_quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"
-    parts = method, settings.get("format"), four_bit_form(model_config)
+    parts = method, settings.get("format"), parse_four_bit_form(model_config)
     return ", ".join(part for part in parts if isinstance(part, str))

@@ -1,4 +1,4 @@
-"""Errors for models and tokenizers that cannot be read from where their setting points, one message per cause."""
+"""Check the source of a model or tokenizer, and build one error message per cause if it cannot be read."""
 
 import os
 import re
@@ -14,21 +14,21 @@ from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json
 
-LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
+MAX_NAME_BYTES = 255  # of a file name, on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """A group of layers in a compressed-tensors configuration."""
 
     weights: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantizationKeys:
     """The keys of `quantization_config` used here, of all libraries."""
 
     format: str | None = None
@@ -42,65 +42,65 @@ class Quantization:
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
     ignore: list[str] | None = None
-    config_groups: dict[str, Group | None] | None = None
+    config_groups: dict[str, LayerGroup | None] | None = None
     sparsity_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class Config:
+class ConfigKeys:
     """The keys of config.json used here; transformers reads the rest."""
 
     num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, Any] | None = None
-    quantization_config: Quantization | None = None
+    quantization_config: QuantizationKeys | None = None
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationKeys:
     """The keys of generation_config.json used here."""
 
     eos_token_id: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerKeys:
     """The keys of tokenizer_config.json used here."""
 
     tokenizer_class: str | None = None
     chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
 
 
-ON_THE_HUB = "it is OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
+NAME_FORMS = "use OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
     """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid name on the hub."""
     prefix = f"{setting}={name}"
     if "://" in name:
-        words = [word for word in urlparse(name).path.split("/") if word]
-        advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else "use a folder or OWNER/NAME"
+        parts = [part for part in urlparse(name).path.split("/") if part]
+        advice = f"write {setting}: {'/'.join(parts[:2])}" if len(parts) >= 2 else "use a folder or OWNER/NAME"
         raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
-    if longest > LONGEST_NAME:
-        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes; at most {LONGEST_NAME} are allowed")
+    if longest > MAX_NAME_BYTES:
+        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes; at most {MAX_NAME_BYTES} are allowed")
     path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{prefix}: is a file; use the folder that holds it together with its config.json")
+            raise UserError(f"{prefix}: is a file; use the folder that holds it and its config.json")
         if path.is_dir():
             os.listdir(path)
             return
     except PermissionError:
         raise UserError(
-            f"{prefix}: no permission to read that folder; fix its permissions, or copy the model"
+            f"{prefix}: no permission to read this folder; fix its permissions, or copy the model"
         ) from None
     except (OSError, ValueError) as error:  # such as a null byte
-        raise UserError(f"{prefix}: cannot be read ({error}); {ON_THE_HUB}") from None
+        raise UserError(f"{prefix}: cannot be read ({error}); {NAME_FORMS}") from None
     if not HUB_NAME.fullmatch(name):
-        there = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{prefix}: no such folder ({there} exists); check the name: {ON_THE_HUB}")
+        nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+        raise UserError(f"{prefix}: no such folder ({nearest} exists); {NAME_FORMS}")
 
 
 def check_config_file(base_model: str) -> None:
@@ -113,15 +113,15 @@ def check_config_file(base_model: str) -> None:
         raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
     if (folder / SETTINGS_FILE).exists():
         raise UserError(
-            f"{prefix}: also holds an adapter, and transformers would load that with its base instead of these "
+            f"{prefix}: also holds an adapter, and transformers would load it and its base instead of these "
             f"weights; move {SETTINGS_FILE} to a separate folder"
         )
-    settings = read_settings(prefix, file, Config)
-    for name, shape in (("generation_config.json", Generation), ("tokenizer_config.json", TokenizerConfig)):
+    settings = read_settings(prefix, file, ConfigKeys)
+    for name, shape in (("generation_config.json", GenerationKeys), ("tokenizer_config.json", TokenizerKeys)):
         if (folder / name).exists():
             read_settings(prefix, folder / name, shape)
     if settings.auto_map:
-        return  # comes with its own code
+        return  # the model has its own code
     from transformers import CONFIG_MAPPING, __version__
 
     kind = settings.model_type
@@ -130,12 +130,12 @@ def check_config_file(base_model: str) -> None:
     if kind not in CONFIG_MAPPING:
         raise UserError(
             f"{prefix}: config.json says model_type {kind}, which transformers {__version__} does not know; "
-            "check it, or install a newer transformers"
+            "correct it, or install a newer transformers"
         )
 
 
 def read_settings(prefix: str, file: Path, shape: Any) -> Any:
-    """Return the settings in a model's file. Raises UserError, beginning with `prefix`, if it is invalid."""
+    """Read a settings file of a model. Raises UserError, beginning with `prefix`, if it is invalid."""
     try:
         return read_json(file, shape)
     except UnreadableFile as fault:
@@ -144,11 +144,11 @@ def read_settings(prefix: str, file: Path, shape: Any) -> Any:
 
 def check_settings(prefix: str, model_config: Any) -> None:
     """Raise UserError if values in a loaded configuration have unexpected types."""
-    found = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
-    if not isinstance(found["quantization_config"], dict | None):
-        found["quantization_config"] = found["quantization_config"].to_dict()
+    values = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
+    if not isinstance(values["quantization_config"], dict | None):
+        values["quantization_config"] = values["quantization_config"].to_dict()
     try:
-        check_shape(found, Path("config.json"), Config)
+        check_shape(values, Path("config.json"), ConfigKeys)
     except UnreadableFile as fault:
         raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the model") from None
 
@@ -168,12 +168,12 @@ def _describe_missing_config(folder: Path) -> str:
     return "the folder has no config.json; use the folder of a saved model"
 
 
-def unreadable_error(
+def build_load_error(
     setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
 ) -> UserError:
-    """Return the error for a configuration or tokenizer that transformers failed to read from a folder or the hub.
+    """Return a UserError for a configuration or tokenizer that transformers could not load.
 
-    With `model_config`, the configuration was read but no model could be built from it.
+    `model_config` is set if the configuration was loaded but no model could be built from it.
     """
     prefix = f"{setting}={name}"
     reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _first_line(error)
@@ -182,18 +182,19 @@ def unreadable_error(
     if "trust_remote_code" in str(error):
         return UserError(f"{prefix}: comes with its own code; read it, then set model.trust_remote_code: true")
     if not (folder := Path(name)).is_dir() and model_config is None:
-        return UserError(f"{prefix}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
+        failure = _describe_hub_failure(name, error)
+        return UserError(f"{prefix}: not a local folder, not in the hub's cache, and {failure}")
     if not tokenizer:
         return UserError(f"{prefix}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return no_tokenizer_error(setting, name)
+        return build_missing_tokenizer_error(setting, name)
     return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
 
 
-def no_tokenizer_error(setting: str, name: str) -> UserError:
-    place = "the folder" if Path(name).is_dir() else "its repository"
+def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
+    source = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
-    return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
+    return UserError(f"{setting}={name}: {source} has no tokenizer ({files}); add its files, or set model.tokenizer")
 
 
 def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
@@ -206,30 +207,30 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
     return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 
 
-def _why_not_from_hub(name: str, error: Exception) -> str:
-    """Describe why the hub did not provide a model, from the hub's exceptions that transformers wraps in its own."""
+def _describe_hub_failure(name: str, error: Exception) -> str:
+    """Describe why the download failed, from the hub's exceptions, which transformers wraps in its own."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    elsewhere = f"run `hf download {name}` on a machine with network access, and set it to the folder"
+    elsewhere = f"run `hf download {name}` on a machine with network access, and use that folder"
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; {elsewhere}"
-    causes = _causes(error)
+    causes = _list_causes(error)
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return f"gated; accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+        return f"gated; accept its license at https://huggingface.co/{name}, then run `hf auth login`"
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
-        return "the hub has no such revision of it; check model.revision"
+        return "the hub has no such revision; check model.revision"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return "not on the hub, or private; check the name, or run `hf auth login`"
     return f"the download from the hub failed ({_first_line(error)}); check the name, or {elsewhere}"
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
+def _list_causes(error: BaseException | None) -> list[BaseException]:
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    return found
+    return causes
 
 
 def _first_line(error: Any) -> str:

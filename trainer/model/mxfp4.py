@@ -1,4 +1,4 @@
-"""Checkpoints with experts in MXFP4 (gpt-oss): checking, dequantising and quantising them.
+"""Check, dequantize and quantize experts stored in MXFP4 (gpt-oss).
 
 MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 values of 4 bits with one exponent of 8 bits. A tensor X of a model,
 [experts, in, out], is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
@@ -21,21 +21,21 @@ MXFP4 = "mxfp4"
 BLOCK = 32
 _BIAS = 127
 _LARGEST_EXPONENT = 2  # of FP4's values: 6 is 1.5 x 2^2
-ALIKE = "take a checkpoint that stores all experts alike, or one in full precision"
+UNIFORM_FIX = "use a checkpoint that stores all experts in MXFP4, or one in full precision"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return v 2^(e - 127) as [blocks, 32]; the low bits of a byte hold the first of two codes.
+def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return v 2^(e - 127) as [blocks, 32]; the low bits of each byte hold the first of two codes.
 
-    codes and exponents are uint8, of any shape with 16 bytes of codes per exponent.
+    `codes` and `exponents` are uint8, of any shape with 16 bytes of codes per exponent.
     """
     values = reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
     return values.view(-1, BLOCK)
 
 
-def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; exact for dequantised MXFP4.
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; lossless for dequantized MXFP4.
 
     The exponent is that of the block's largest value minus that of FP4's largest (section 6.3 of the specification),
     plus one if the largest value would be clipped by more than half a step. Rounds to nearest, ties to the even code.
@@ -59,8 +59,8 @@ def nearest_codes(values: Tensor) -> Tensor:
     return torch.where(torch.signbit(values), code + 8, code)
 
 
-def full_precision(model_config: Any) -> Any:
-    """Return a copy of the configuration without quantization."""
+def strip_quantization(model_config: Any) -> Any:
+    """Return a copy of the configuration without its quantization settings."""
     plain = copy.deepcopy(model_config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -68,43 +68,43 @@ def full_precision(model_config: Any) -> Any:
     return plain
 
 
-def unpacked_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
-    """Return full-precision shapes by name; `announced` if config.json says that experts are in MXFP4.
+def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
+    """Return full-precision shapes by name; `declared` if config.json declares experts in MXFP4.
 
-    Raises UserError if experts are stored in different ways, or blocks or scales are missing.
+    Raises UserError if only some experts are in MXFP4, or blocks or scales are missing.
     """
     packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
-    packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and announced}
-    if not packed and announced:
+    packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and declared}
+    if not packed and declared:
         raise UserError(
             f"{setting}: config.json says mxfp4, but no tensor is stored in it; remove quantization_config from "
             "config.json"
         )
-    if packed and not announced:
+    if packed and not declared:
         raise UserError(
             f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not say so; take config.json from the "
             "same model"
         )
-    found = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}
-    kinds = {_any_layer(name) for name in packed}
-    mixed = sorted(name for name in found if _any_layer(name) in kinds)
+    shapes = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}
+    kinds = {_mask_layer_index(name) for name in packed}
+    mixed = sorted(name for name in shapes if _mask_layer_index(name) in kinds)
     if mixed:
-        raise UserError(f"{setting}: {mixed[0]} is not stored in MXFP4, unlike those of other layers; {ALIKE}")
+        raise UserError(f"{setting}: {mixed[0]} is not stored in MXFP4, unlike other layers; {UNIFORM_FIX}")
     for name in sorted(packed):
         blocks, scales = stored.get(name + BLOCKS), stored.get(name + SCALES)
         if blocks is None or scales is None:
-            lost = name + (SCALES if scales is None else BLOCKS)
-            raise UserError(f"{setting}: {lost} is in none of its files; download it again")
+            missing = name + (SCALES if scales is None else BLOCKS)
+            raise UserError(f"{setting}: {missing} is missing; download the model again")
         if "expert" not in name or len(blocks) != 4:
-            raise UserError(f"{setting}: {name} is stored in MXFP4, but is not an expert; {ALIKE}")
+            raise UserError(f"{setting}: {name} is stored in MXFP4, but is not an expert; {UNIFORM_FIX}")
         if blocks[3] * 2 != BLOCK or blocks[:3] != scales:
             raise UserError(
-                f"{setting}: {name}{BLOCKS} has shape {blocks} and {name}{SCALES} {scales}, which are not blocks of "
-                f"{BLOCK}; download it again"
+                f"{setting}: {name}{BLOCKS} has shape {blocks} and {name}{SCALES} {scales}, which do not form blocks "
+                f"of {BLOCK}; download the model again"
             )
-        found[name] = (blocks[0], blocks[2] * BLOCK, blocks[1])
-    return found
+        shapes[name] = (blocks[0], blocks[2] * BLOCK, blocks[1])
+    return shapes
 
 
-def _any_layer(name: str) -> str:
+def _mask_layer_index(name: str) -> str:
     return re.sub(r"\.\d+\.", ".N.", name)

@@ -1,8 +1,8 @@
-"""Workarounds for PEFT's translation of layer names of MoE models from transformers 4 (peft#3711).
+"""Work around PEFT's translation of layer names of MoE models from transformers 4 (peft#3711).
 
 In transformers 5 experts are parameters instead of modules. PEFT translates the targets gate_proj, up_proj and
-down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names.
-It also applies the renamings of the model's checkpoint to the tensors of an adapter that it loads.
+down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names. It also
+applies the renamings of the model's checkpoint to the tensors of an adapter that it loads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from trainer.contract.known_versions import replaces, require
 @replaces("the conversion of target names")
 @contextmanager
 def keep_target_names() -> Iterator[None]:
-    """Disable the translation while PEFT adds an adapter to a model."""
+    """Disable the translation within the context, in which PEFT adds an adapter to a model."""
     import peft.utils.transformers_weight_conversion as conversion
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
@@ -35,17 +35,17 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
     from peft import LoraConfig
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
-    taken = set()
+    refused = set()
     for name in names:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
         except ValueError:  # PEFT fuses two names into one and misses the other
-            taken.add(name)
+            refused.add(name)
             continue
         if name not in set(config.target_modules or ()):
-            taken.add(name)
-    return taken
+            refused.add(name)
+    return refused
 
 
 def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
@@ -59,47 +59,47 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
             check(config, model, name)
         except ValueError:
             kind = model.config.model_type
-            refused[name] = f"PEFT refuses them in {kind} models: their kernels read the weight directly"
+            refused[name] = f"PEFT refuses them in {kind} models, where kernels read the weight directly"
     return refused
 
 
-def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map tensor names in an adapter's file to the names under which PEFT looks for them in the model.
+def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Map tensor names in an adapter's file to the names by which PEFT looks them up in the model.
 
-    Tensors that PEFT would combine are omitted. The model may be adapted or not, and without weights.
+    Omits tensors that PEFT would combine. The model may be empty, and need not be adapted.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
 
     translate = require(conversion, "convert_peft_adapter_state_dict_for_transformers", "peft")
-    known = list(names)
-    numbers = {name: torch.tensor([number], device="cpu") for number, name in enumerate(known)}
+    file_names = list(names)
+    numbers = {name: torch.tensor([number], device="cpu") for number, name in enumerate(file_names)}
     translated = translate(model, LoraConfig(), numbers).items()
-    return {known[int(number)]: name for name, number in translated if number.numel() == 1}
+    return {file_names[int(number)]: name for name, number in translated if number.numel() == 1}
 
 
-def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map an adapter's tensor names in the model to those under which plain PEFT can load them.
+def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
+    """Map an adapter's tensor names in the model to names that plain PEFT can load.
 
-    Most are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, PEFT finds only the
-    checkpoint's name. Raises UserError if no name works.
+    Most are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, only the checkpoint's
+    name works. Raises UserError if no name works.
     """
     from transformers import core_model_loading
 
-    own = list(names)
-    found = loaded_names(adapted, own)
-    lost = [name for name in own if found.get(name) != name]
-    if not lost:
-        return dict(zip(own, own, strict=True))
+    model_names = list(names)
+    loaded_names = map_loaded_names(adapted, model_names)
+    unloaded = [name for name in model_names if loaded_names.get(name) != name]
+    if not unloaded:
+        return dict(zip(model_names, model_names, strict=True))
     revert = require(core_model_loading, "revert_weight_conversion", "transformers")
     base, prefix = adapted.get_base_model(), "base_model.model."
-    tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in lost}
-    stored = [prefix + name for name in revert(base, tensors)]
-    checkpoint_names = {name: older for older, name in loaded_names(adapted, stored).items()}
-    missing = [name for name in lost if name not in checkpoint_names]
+    tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in unloaded}
+    checkpoint_candidates = [prefix + name for name in revert(base, tensors)]
+    checkpoint_names = {name: older for older, name in map_loaded_names(adapted, checkpoint_candidates).items()}
+    missing = [name for name in unloaded if name not in checkpoint_names]
     if missing:
         raise UserError(
-            f"lora.target_modules: PEFT could not reload {len(missing)} of {len(own)} tensors of this adapter, "
-            f"first {missing[0]}; leave their layers out with lora.exclude_modules"
+            f"lora.target_modules: PEFT could not reload {len(missing)} of {len(model_names)} tensors of this adapter, "
+            f"first {missing[0]}; exclude their layers with lora.exclude_modules"
         )
-    return {name: checkpoint_names.get(name, name) for name in own}
+    return {name: checkpoint_names.get(name, name) for name in model_names}

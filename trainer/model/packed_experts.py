@@ -1,18 +1,19 @@
-"""Tensors of experts in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
+"""Expert tensors in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
 
 Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) have the layout of ops/grouped.py.
 
-Codes and scales of all experts are in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload,
-per-layer all-gather) moves a whole tensor at once. The sections, each with one expert after the other:
+Codes and scales of all experts are in one Parameter of bytes, so that ZeRO, offload and the per-layer all-gather move
+them together. Its sections, each with one expert after the other:
 
-    codes     half a byte or a byte per value; each expert's matrix is quantised separately
-    scales    NF4: 32 bits per block, or 8 bits with double quantisation; MXFP4: an exponent per 32 values;
+    codes     half a byte or one byte per value; each expert's matrix is quantized separately
+    scales    NF4: 32 bits per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
               8 bits: 32 bits per row, or per block of rows and columns
-    nested    double quantisation: scales of groups of 256 scales, and the mean subtracted from them, 32 bits
-    books     the 16 values of codes and the 256 of scales, 32 bits
+    nested    double quantization: scales of groups of 256 scales, 32 bits
+    offsets   double quantization: the mean subtracted from the scales, 32 bits
+    book      the 16 values of codes, and `nested_book` the 256 of scales, 32 bits
 
-Experts without an adapter are computed by the model's own code on dequantised weights. None are kept for the backward
-pass, which dequantises them again and recomputes the experts, so only the layer being computed has 16-bit weights.
+The model's own code computes experts without an adapter on dequantized weights. The backward pass dequantizes them
+again and recomputes the experts, so that only the current layer has 16-bit weights.
 """
 
 from dataclasses import dataclass
@@ -40,16 +41,16 @@ GROUPED = "grouped"
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How `experts` matrices [rows, cols] are packed."""
+    """The packed layout of `experts` matrices [rows, cols]."""
 
     kind: str
     """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3), `int8` or `grouped`."""
     experts: int
-    """0 for the matrix of a linear layer."""
+    """Number of experts; 0 for the matrix of a linear layer."""
     rows: int
     cols: int
     dtype: torch.dtype
-    """Type of the dequantised values."""
+    """Type of the dequantized values."""
     transposed: bool = False
     """Whether the model's own tensor is [experts, cols, rows]."""
     block: int = mxfp4.BLOCK
@@ -105,12 +106,12 @@ class ExpertsLayout:
 
 
 class PackedExperts(nn.Parameter):
-    """All experts of one tensor as one Parameter of bytes, under the name of the tensor it replaces."""
+    """An expert tensor as one Parameter of bytes; it replaces the original under the same name."""
 
     packing: ExpertsLayout
 
     def __new__(cls, data: Tensor, layout: ExpertsLayout) -> "PackedExperts":
-        """Wrap `data`, the bytes of all sections."""
+        """Wrap `data`, which holds all sections."""
         packed = torch.Tensor._make_subclass(cls, data, False)
         packed.packing = layout
         return packed
@@ -121,16 +122,16 @@ class PackedExperts(nn.Parameter):
 
     @staticmethod
     def empty(layout: ExpertsLayout, device: torch.device) -> "PackedExperts":
-        """Allocate memory for packed experts."""
+        """Allocate zeroed packed experts."""
         size = place_sections(layout.sections())[1]
         return PackedExperts(torch.zeros(size, dtype=torch.uint8, device=device), layout)
 
     def sections(self) -> dict[str, Tensor]:
-        """Return views of the sections; under ZeRO-3 the parameter must be gathered."""
+        """Return views of the sections by name; under ZeRO-3 the parameter must be gathered."""
         return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Pack one expert's matrix in the model's orientation: by rows to 8 bits, or by bitsandbytes to 4."""
+        """Quantize and pack one expert's matrix, in the model's orientation: by row to 8 bits, by bitsandbytes to 4."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -161,16 +162,16 @@ class PackedExperts(nn.Parameter):
         sections["scales"][index] = scales
 
     def dequantized(self) -> Tensor:
-        """Dequantise to the model's own tensor."""
+        """Return the dequantized tensor in the model's shape."""
         layout = self.packing
         if layout.groups is not None:
-            whole = layout.groups.dequantized(self.data, layout.dtype)
-            return whole.mT if layout.transposed else whole
+            dense = layout.groups.dequantized(self.data, layout.dtype)
+            return dense.mT if layout.transposed else dense
         out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         if layout.eight_bit:
             sections = self.sections()
-            wanted = out.mT if layout.transposed else out
-            dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, wanted)
+            by_row = out.mT if layout.transposed else out
+            dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, by_row)
             return out
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
@@ -182,29 +183,33 @@ class PackedExperts(nn.Parameter):
         return out
 
     def expert(self, index: int) -> Tensor:
-        """Return one expert's dequantised matrix [rows, cols]."""
+        """Return one expert's dequantized matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
         if layout.groups is not None:
-            own = [section[index] for section in sections.values()]
-            return reference.dequantize_groups(own, layout.groups.floats, layout.groups.group, layout.dtype)
+            parts = [section[index] for section in sections.values()]
+            return reference.dequantize_groups(parts, layout.groups.floats, layout.groups.group, layout.dtype)
         if layout.eight_bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
-            return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
+            return mxfp4.dequantize(codes, scales, layout.dtype).view(layout.rows, layout.cols)
         return _dequantize_nf4(sections, index, layout)
 
 
 def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """Dequantise one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
-    own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
-    scales = _dequantize_scales(sections | own, layout).view(-1)
+    """Dequantize one expert's matrix like `dequantize_4bit` of bitsandbytes."""
+    expert_sections = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
+    scales = _dequantize_scales(sections | expert_sections, layout).view(-1)
     count = layout.rows * layout.cols
     if count % layout.block == 0 or scales.device.type != "cpu":
         out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
-        return _read_codes(own["codes"], scales, sections["book"], layout, out).view(layout.rows, layout.cols)
+        return _read_codes(expert_sections["codes"], scales, sections["book"], layout, out).view(
+            layout.rows, layout.cols
+        )
     state = scales, sections["book"]
-    return reference.dequantize_nf4(own["codes"], state, layout.rows, layout.cols, layout.block, 1, layout.dtype)
+    return reference.dequantize_nf4(
+        expert_sections["codes"], state, layout.rows, layout.cols, layout.block, 1, layout.dtype
+    )
 
 
 def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
@@ -215,7 +220,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantise as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -225,26 +230,26 @@ def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayo
     return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
 
 
-def experts_layout(
+def build_experts_layout(
     kind: str,
     shape: torch.Size,
     dtype: torch.dtype,
     *,
     transposed: bool = False,
     cell: tuple[int, int] | None = None,
-    **of_4_bits: Any,
+    **four_bit_options: Any,
 ) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, a, b]; in 8 bits with one scale per `cell`, or else per row."""
+    """Build the layout for a tensor [experts, a, b]; in 8 bits with one scale per `cell`, or by default per row."""
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
-    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **of_4_bits)
+    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **four_bit_options)
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantised for each product."""
+    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantized for each product."""
 
     def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
-        """Take over the bias of `linear`; products are computed in the type of the layout of `weight`."""
+        """Take over the bias of `linear`; the layout of `weight` sets the compute dtype."""
         assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -252,7 +257,7 @@ class FrozenLinearGrouped(nn.Linear):
         self.weight, self.bias = weight, linear.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight [O,I]."""
+        """Return the dequantized weight [O, I]."""
         return self.layout.dequantized(self.weight.data, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,9 +266,9 @@ class FrozenLinearGrouped(nn.Linear):
         return ops.grouped_linear(x.to(self.compute_dtype), self.weight, self.layout, self.bias).to(x.dtype)
 
 
-@replaces("the forward of quantised experts")
+@replaces("the forward of quantized experts")
 def compute_dequantized(module: nn.Module) -> None:
-    """Replace the forward of a module with packed experts by one on dequantised weights."""
+    """Make a module with packed experts compute on dequantized weights."""
     module.forward = partial(forward_frozen, module, module.forward)
 
 
@@ -273,16 +278,16 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
 
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
+    """Run a module's `forward` on dequantized weights; the backward pass recomputes it."""
     return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    own = vars(module)
-    packed = packed_tensors(module)
-    own.update({name: parameter.dequantized() for name, parameter in packed.items()})
+    attributes, packed = vars(module), packed_tensors(module)
+    # Instance attributes take precedence over parameters.
+    attributes.update({name: parameter.dequantized() for name, parameter in packed.items()})
     try:
         return forward(*args, **kwargs)
     finally:
         for name in packed:
-            del own[name]
+            del attributes[name]

@@ -1,6 +1,6 @@
-"""Published shapes of models, for `base_model: random:SHAPE`: the real architecture with random weights.
+"""Parse `base_model: random:SHAPE`: a published architecture with random weights.
 
-They are in published_shapes.yaml. `random:SHAPE,key=value,...` overrides settings of the configuration:
+published_shapes.yaml lists the shapes. `random:SHAPE,key=value,...` overrides settings of the configuration, as in
 `random:llama3.1-8b,num_hidden_layers=4`.
 """
 
@@ -22,11 +22,11 @@ def load_shapes() -> dict[str, dict[str, Any]]:
 
 
 def is_random(base_model: str) -> bool:
-    """Return whether the name has the form `random:SHAPE`."""
+    """Return whether `base_model` has the form `random:SHAPE`."""
     return base_model.startswith(PREFIX)
 
 
-def shape_settings(base_model: str) -> dict[str, Any]:
+def parse_shape_settings(base_model: str) -> dict[str, Any]:
     """Return the configuration settings of `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
     name, changes = parse_name(base_model)
     if name not in load_shapes():
@@ -35,7 +35,7 @@ def shape_settings(base_model: str) -> dict[str, Any]:
 
 
 def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
-    """Return SHAPE and the changed settings of `random:SHAPE[,key=value...]`. Raises UserError for another form."""
+    """Split `random:SHAPE[,key=value...]` into SHAPE and the changed settings. Raises UserError for any other form."""
     name, *changes = base_model.removeprefix(PREFIX).split(",")
     settings: dict[str, Any] = {}
     for change in changes:
@@ -47,12 +47,12 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_shape(base_model: str) -> str | None:
-    """Return the shape that a model's name begins with, ignoring case and punctuation, or None."""
+    """Return the shape with which a model's name begins, ignoring case and punctuation, or None."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
-    name = _letters(base_model.rstrip("/").rpartition("/")[2])
-    return next((shape for shape in load_shapes() if shape != "tiny" and name.startswith(_letters(shape))), None)
+    name = _normalize(base_model.rstrip("/").rpartition("/")[2])
+    return next((shape for shape in load_shapes() if shape != "tiny" and name.startswith(_normalize(shape))), None)
 
 
-def _letters(name: str) -> str:
+def _normalize(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,7 +1,7 @@
-"""`base_model: random:SHAPE`: a model of a published shape with random weights, created directly on their device.
+"""Build models with a published shape and random weights (`base_model: random:SHAPE`), directly on their device.
 
-Speed and memory do not depend on the values, so they can be measured without a download or 16 GB on disk. The same name
-always gives the same weights on the same kind of device.
+Speed and memory do not depend on the values, so both can be measured without a download. The same name gives the same
+weights on the same type of device.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ import torch
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
-from trainer.model.published_shapes import shape_settings
+from trainer.model.published_shapes import parse_shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
 from trainer.parallel.engine.linear_layers import find_expert_weights
 
 STANDARD_DEVIATION = 0.02
-UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models although configurations do not declare them
+UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # models read them although no configuration declares them
 MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
-MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # upper limits of a shape's settings
+MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # limits for the settings of a shape
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -28,31 +28,31 @@ CHAT_TEMPLATE = (
 )
 
 
-def random_config(base_model: str) -> Any:
-    """Return the configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
+def build_random_config(base_model: str) -> Any:
+    """Build the configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    settings = shape_settings(base_model)
+    settings = parse_shape_settings(base_model)
     model_type = settings.pop("model_type")
-    known = AutoConfig.for_model(model_type)
-    published = shape_settings(base_model.split(",")[0])
+    default_config = AutoConfig.for_model(model_type)
+    published = parse_shape_settings(base_model.split(",")[0])
     others = {*UNDECLARED, *published}
-    unknown = [key for key in settings if not hasattr(known, key) and key not in others]
+    unknown = [key for key in settings if not hasattr(default_config, key) and key not in others]
     if unknown:
         raise UserError(
             f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration; remove it"
         )
     for key, value in settings.items():
         if key not in published or published[key] != value:
-            settings[key] = _check_value(base_model, key, value, known)
+            settings[key] = _check_value(base_model, key, value, default_config)
     _resize_layer_lists(settings, published)
-    # Ids of the byte tokenizer: those of the published model may be beyond its 259 tokens.
+    # Use the ids of the byte tokenizer, which has only 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     try:
         config = AutoConfig.for_model(model_type, **(settings | ids))
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, StrictDataclassError) as error:
-        # Strict dataclasses put the reason into the last line.
+        # Strict dataclasses give the reason in the last line.
         reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
         raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
@@ -70,14 +70,14 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
             settings[key] = [value[index % len(value)] for index in range(int(layers or 0))]
 
 
-def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
-    """Return a setting's value, whole floats as integers. Raises UserError if it has the wrong type or range."""
-    usual = getattr(known, key, 1e4)  # undeclared settings belong to the rotary embedding
-    if isinstance(usual, bool) or not isinstance(usual, (int, float)) or key == "rope_scaling":
+def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
+    """Return the value of a setting, integral floats as int. Raises UserError for a wrong type or range."""
+    default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
+    if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {usual}")
-    if isinstance(usual, int):
+        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {default}")
+    if isinstance(default, int):
         limit = MAX_LAYERS if key == "num_hidden_layers" else MAX_VALUE
         if not 1 <= value <= limit or value != int(value):
             raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {limit:,}")
@@ -85,7 +85,7 @@ def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
     return value
 
 
-def byte_tokenizer() -> Any:
+def build_byte_tokenizer() -> Any:
     """Build a tokenizer of 259 tokens (256 bytes and three special tokens) with a ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -103,26 +103,26 @@ def byte_tokenizer() -> Any:
 
 
 class RandomTensors:
-    """A replacement for the tensors of a checkpoint: each parameter of `model`, drawn at random when it is read.
+    """Stands in for the tensors of a checkpoint: draws each parameter of `model` when it is read.
 
-    Matrices are drawn from N(0, 0.02^2), as in the architectures' own initialisation; norm weights are one, biases
-    zero. Each tensor (each expert's for experts) is seeded by its name, so the order of reading does not matter.
+    Matrices are drawn from N(0, 0.02^2), the usual initialization; norm weights are one, biases zero. The name of each
+    tensor (and expert) seeds its values, so the order of reading does not matter.
     """
 
     def __init__(
         self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
     ) -> None:
-        """Set `in_mxfp4` to draw experts as blocks and scales, as gpt-oss stores them."""
+        """Prepare the tensors of `model`; `in_mxfp4` draws experts as blocks and scales, as gpt-oss stores them."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
         self._packed: dict[str, tuple[int, ...]] = {}
         for path, module in model.named_modules() if in_mxfp4 else ():
             for name, experts in find_expert_weights(module).items():
-                count, wide, out = experts.shape
+                count, width, out = experts.shape
                 del self._like[f"{path}.{name}"]
-                self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, wide // MXFP4_BLOCK, MXFP4_BLOCK // 2)
-                self._packed[f"{path}.{name}{SCALES}"] = (count, out, wide // MXFP4_BLOCK)
+                self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, width // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+                self._packed[f"{path}.{name}{SCALES}"] = (count, out, width // MXFP4_BLOCK)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -140,11 +140,11 @@ class RandomTensors:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
             return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
-        whole = self._draw(name, like)
-        return whole if index is None else whole[index : index + 1]
+        tensor = self._draw(name, like)
+        return tensor if index is None else tensor[index : index + 1]
 
     def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
-        """Draw random codes; with this exponent their standard deviation is close to that of the other weights."""
+        """Draw random codes; the fixed exponent gives them about the standard deviation of the other weights."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
         generator = self._generator(f"{name} {expert}")
@@ -160,13 +160,13 @@ class RandomTensors:
 
 
 def draw_score(model_config: Any) -> torch.Tensor:
-    """Return a new score head [1, H], fp32: the same for every run and rank."""
+    """Draw a new score head [1, H] in fp32, the same for every run and rank."""
     drawn = torch.empty(1, model_config.hidden_size)
     return drawn.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
 
 
-class WithScore:
-    """The tensors of a checkpoint, and a new score head if it has none."""
+class TensorsWithScore:
+    """The tensors of a checkpoint, with a new score head if it has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config

@@ -1,9 +1,9 @@
-"""Detection of the linear layers that an adapter can train: those called as modules that get a gradient of the loss.
+"""Detect the linear layers that an adapter can train: those called as modules that get a gradient of the loss.
 
-Attention indexers choose tokens without a gradient, the weights of some layers are read directly, and a decoder without
-an encoder never calls its cross-attention. This is observed rather than listed: the model's own code runs once on the
-CPU, on a copy without weights in which linear layers and experts only pass on their input. Of layers that differ only
-in their index, one is run.
+Attention indexers select tokens without a gradient, some models read a layer's weight directly, and a decoder without
+an encoder never calls its cross-attention. Such layers are observed rather than listed: the model's own code runs once
+on the CPU, on a copy without weights whose linear layers and experts only pass on their input. Only one of the layers
+that differ in nothing but their index runs.
 """
 
 import copy
@@ -24,26 +24,26 @@ from trainer.parallel.engine.linear_layers import is_linear, model_shape
 NOT_CALLED = "never called as layers in a pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
 FEW_TOKENS, MANY_TOKENS = 16, 256
-"""Some layers are used only in longer sequences, such as those that compress 128 tokens into one."""
-SMALL = 1_000_000
-"""Larger parameters are expanded from one number in memory, as nothing writes to them."""
-ONE_EXPERT = re.compile(r"(.*experts\.)\d+(\..*)")
-_KNOWN: dict[tuple[type, str], "Reached"] = {}
+"""Two lengths, since some layers need long sequences, such as those that compress 128 tokens into one."""
+MAX_COPIED = 1_000_000
+"""Larger parameters are expanded from a single element in memory; nothing writes to them."""
+EXPERT_NAME = re.compile(r"(.*experts\.)\d+(\..*)")
+_CACHE: dict[tuple[type, str], "Reached"] = {}
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The paths of linear layers that get no gradient, or only in long sequences."""
+    """The linear layers that get no gradient, or get one only in long sequences."""
 
     unreached: dict[str, str]
-    """Layers that an adapter cannot train, with the reason."""
+    """Paths of the layers that an adapter cannot train, with the reason."""
     in_long_sequences: frozenset[str] = frozenset()
-    """Layers that get a gradient only from sequences of more than a few tokens."""
+    """Paths of the layers that get a gradient only from sequences of more than `FEW_TOKENS`."""
 
 
 @replaces("linear layers and experts of an empty copy of the model")
 def find_reached(model: Any) -> Reached:
-    """Return the result of a pass over a copy of the model (loaded, quantised or empty); empty if the pass fails."""
+    """Run a pass over a copy of the model (loaded, quantized or empty); return an empty result if it fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
@@ -54,17 +54,17 @@ def find_reached(model: Any) -> Reached:
     config.use_cache, config._attn_implementation = False, "eager"
     vars(config).pop("quantization_config", None)
     key = type(model), config.to_json_string(use_diff=False)
-    if key not in _KNOWN:
-        _KNOWN[key] = Reached({})
+    if key not in _CACHE:
+        _CACHE[key] = Reached({})
         with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            _KNOWN[key] = _observe(type(model), config)
-    return _KNOWN[key]
+            _CACHE[key] = _observe(type(model), config)
+    return _CACHE[key]
 
 
 def _observe(model_class: Any, config: Any) -> Reached:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
-    except Exception:  # models that need all of their layers raise many kinds of errors
+    except Exception:  # raised in many types by models that need all of their layers
         few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
     late: set[str] = set()
     if few.called - few.reached:
@@ -75,10 +75,10 @@ def _observe(model_class: Any, config: Any) -> Reached:
 
 
 class _Pass:
-    """The linear layers of a model without its head, those that a pass calls, and those that affect the logits."""
+    """A pass that records the linear layers of a model except its head, the called ones, and those with a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, only one of the layers that differ only in their index."""
+        """Run the pass; with `once`, through only one of the layers that differ in nothing but their index."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -87,7 +87,7 @@ class _Pass:
             model = model_class(copy.deepcopy(config)).train().requires_grad_(False)
         head, self.called = model.get_output_embeddings(), set[str]()
         self._probes: dict[str, Tensor] = {}
-        alike = _drop_repeated_layers(model) if once else set
+        add_dropped = _drop_repeated_layers(model) if once else set
         for path, module in model.named_modules():
             _fill_parameters(module)
             if module is head:
@@ -100,11 +100,11 @@ class _Pass:
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
         leaves = {id(leaf) for leaf in _find_leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
-        # Of experts that are layers of their own, a few tokens visit some.
-        kinds = {ONE_EXPERT.sub(r"\1*\2", path) for path in reached}
-        reached |= {path for path in self._probes if ONE_EXPERT.sub(r"\1*\2", path) in kinds}
-        self.linear, self.reached = (set(alike(paths)) for paths in (self._probes, reached))
-        self.called = set(alike(self.called))
+        # A few tokens reach only some of the experts that are modules.
+        patterns = {EXPERT_NAME.sub(r"\1*\2", path) for path in reached}
+        reached |= {path for path in self._probes if EXPERT_NAME.sub(r"\1*\2", path) in patterns}
+        self.linear, self.reached = (set(add_dropped(paths)) for paths in (self._probes, reached))
+        self.called = set(add_dropped(self.called))
 
     def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
@@ -116,13 +116,13 @@ class _Pass:
 def _fill_parameters(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         value = torch.full((), 1.0 if parameter.dim() < 2 else 0.02).expand(parameter.shape)
-        own = value if parameter.numel() > SMALL else value.clone()
-        setattr(module, name, nn.Parameter(own, requires_grad=False))
+        content = value if parameter.numel() > MAX_COPIED else value.clone()
+        setattr(module, name, nn.Parameter(content, requires_grad=False))
 
 
-def _sum_inputs(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-    """Return a tensor that depends on the hidden states and routing weights passed to experts."""
-    floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+def _sum_inputs(hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+    """Return a tensor that depends on the hidden states and routing weights of experts."""
+    floats = [each for each in (*others, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     return hidden + sum(each.sum() for each in floats)
 
 
@@ -132,26 +132,30 @@ def _drop_repeated_layers(model: Any) -> Any:
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
         numbers.setdefault(describe_layer(layer), []).append(number)
-    firsts = {same[0]: same for same in numbers.values()}
-    layers._modules = {str(number): layers[number] for number in firsts}  # under their original indices
+    indices_by_first = {indices[0]: indices for indices in numbers.values()}
+    layers._modules = {str(number): layers[number] for number in indices_by_first}  # under their original indices
 
     def add_dropped(paths: Any) -> Iterator[str]:
         for each in paths:
-            own = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
-            yield from [each] if own is None else [f"{path}.{same}{own[2]}" for same in firsts[int(own[1])]]
+            match = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
+            yield from (
+                [each]
+                if match is None
+                else [f"{path}.{indices}{match[2]}" for indices in indices_by_first[int(match[1])]]
+            )
 
     return add_dropped
 
 
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return path and layers of the ModuleList with the most parameters; an empty one if there is none."""
+    """Return path and layers of the ModuleList with the most parameters; `("", ModuleList())` without one."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(model_shape(each).numel() for each in layers.parameters()) for _, layers in lists]
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 
 def describe_layer(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers that differ only in their index: modules, settings and weight shapes."""
+    """Return a key of modules, settings and weight shapes, equal for layers that differ only in their index."""
     numbers = [
         (name, value)
         for module in layer.modules()
@@ -160,13 +164,13 @@ def describe_layer(layer: nn.Module) -> Any:
     ]
     weights = [(tuple(each.shape), each.requires_grad) for each in layer.parameters()]
     lists = [path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList)]
-    # The index of a layer may select from a list in it, as in Zamba 2.
-    own = None if all(path.endswith("experts") for path in lists) else id(layer)
-    return own, repr(layer), tuple(numbers), tuple(weights)
+    # A layer may select an entry of its ModuleList by its index, as in Zamba 2.
+    identity = None if all(path.endswith("experts") for path in lists) else id(layer)
+    return identity, repr(layer), tuple(numbers), tuple(weights)
 
 
 def _find_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors that would get a gradient of `result`."""
+    """Yield the leaf tensors to which gradients of `result` flow."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node: Any = waiting.pop()

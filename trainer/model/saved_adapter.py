@@ -1,4 +1,4 @@
-"""Adapters as files: settings with which plain PEFT finds the same layers, and loading of any PEFT adapter."""
+"""Save adapter settings with which plain PEFT finds the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -15,20 +15,22 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
-from trainer.model.older_names import find_expert_like_names, names_in_file
+from trainer.model.older_names import find_expert_like_names, map_saved_names
 from trainer.model.targets import Targets
 
 
-def check_separate_weights(adapted: Any, what: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba: no single weight computes both."""
+def check_separate_weights(adapted: Any, prefix: str) -> None:
+    """Raise UserError if two adapted layers share a weight, as in Zamba: it cannot hold both updates."""
     from peft.tuners.lora import LoraLayer
 
-    base, known = adapted.get_base_model(), dict[int, str]()
+    base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
     for path, layer in base.named_modules(remove_duplicate=False):
         if isinstance(layer, LoraLayer) and (weight := getattr(layer.get_base_layer(), "weight", None)) is not None:
-            if (other := known.setdefault(id(weight), path)) != path and base.get_submodule(other) is not layer:
+            if (other := paths_by_weight.setdefault(id(weight), path)) != path and base.get_submodule(
+                other
+            ) is not layer:
                 raise UserError(
-                    f"{what}: {other} and {path} have an adapter each but share their weight, which cannot hold both; "
+                    f"{prefix}: {other} and {path} have separate adapters but share a weight, which cannot hold both; "
                     "use the adapter with PEFT"
                 )
 
@@ -42,24 +44,24 @@ def load_adapter(
     dropout: float = 0.0,
     in_32_bits: bool = False,
 ) -> Any:
-    """Return the model with an adapter from a folder or the hub, with our forward for adapted experts.
+    """Load an adapter from a folder or the hub into the model, with our forward for adapted experts.
 
-    PEFT's settings cannot hold a dropout if experts are adapted: `dropout` sets it for training. With `in_32_bits` a
-    16-bit adapter is converted to 32 bits.
+    PEFT's settings cannot hold a dropout if experts are adapted; `dropout` sets it for training. `in_32_bits` converts
+    a 16-bit adapter.
 
     Raises:
         UserError: beginning with `misfit`, unless every tensor of the file and of the adapted model is loaded.
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
-    from trainer.model.expert_adapter import ParamWrapper, set_dropout, use_own_experts  # imports bitsandbytes
+    from trainer.model.expert_adapter import ParamWrapper, set_dropout, use_expert_adapters  # imports bitsandbytes
 
     if Path(folder).is_dir():
         read_adapter_settings(Path(folder))
     try:
         config: Any = PeftConfig.from_pretrained(folder)
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"it is of the kind {config.peft_type}, not LORA")
+            raise ValueError(f"peft_type is {config.peft_type}, not LORA")
         config.inference_mode, config.base_model_name_or_path = not trainable, None
         parameters, excluded = set(config.target_parameters or ()), config.exclude_modules
         if not parameters:
@@ -69,7 +71,7 @@ def load_adapter(
             modules = {name.removesuffix(".weight") for name in by_weight}
             config.target_parameters = sorted(parameters - by_weight) or None
             config.target_modules = {*(config.target_modules or ()), *modules}
-            with use_own_experts(model, config):
+            with use_expert_adapters(model, config):
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
             config.target_modules -= modules
             config.target_parameters, config.exclude_modules, config._custom_modules = (
@@ -84,29 +86,29 @@ def load_adapter(
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        what = misfit or f"{folder}: does not fit this base model"
-        raise UserError(f"{what}: {'; '.join(reason.strip().splitlines()[:2])}") from error
+        prefix = misfit or f"{folder}: does not fit this base model"
+        raise UserError(f"{prefix}: {'; '.join(reason.strip().splitlines()[:2])}") from error
     return adapted if trainable else adapted.eval()
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
-    """Load an adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
+    """Load the adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
     from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
     layers = {path for path, _ in adapted.named_modules()}
-    own = [name for name in weights if name.partition(".lora_")[0] in layers]
-    in_file, device = names_in_file(adapted, own), next(adapted.parameters()).device
+    lora_names = [name for name in weights if name.partition(".lora_")[0] in layers]
+    in_file, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     result = set_peft_model_state_dict(adapted, state)
-    named = dict(adapted.named_parameters(remove_duplicate=False))
-    # The file holds a parameter shared by tied layers once.
-    loaded = {id(parameter) for name, parameter in named.items() if name not in set(result.missing_keys)}
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
+    # The file contains a parameter of tied layers once.
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in set(result.missing_keys)}
     missing = [
         name
         for name in result.missing_keys
-        if re.search(r"\.default(\.|$)", name) and id(named.get(name)) not in loaded
+        if re.search(r"\.default(\.|$)", name) and id(parameters.get(name)) not in loaded
     ]
     for names, problem in (
         (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter match no layer"),
@@ -118,24 +120,25 @@ def _load_tensors(adapted: Any, folder: str) -> None:
 
 def _is_linear(model: nn.Module, parameter: str) -> bool:
     layer = parameter.removesuffix(".weight")
-    found = [module for path, module in model.named_modules() if path == layer or path.endswith(f".{layer}")]
-    return bool(found) and all(isinstance(module, nn.Linear) for module in found)
+    modules = [module for path, module in model.named_modules() if path == layer or path.endswith(f".{layer}")]
+    return bool(modules) and all(isinstance(module, nn.Linear) for module in modules)
 
 
 def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers with names that PEFT reserves for experts (peft#3711) are given by their weight, which PEFT treats alike.
+    Layers with names that PEFT takes for experts (peft#3711) are listed by weight in `target_parameters`, which is
+    equivalent.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
     weights = [path.replace(".base_layer", "") for path, _ in base.named_parameters()]
-    taken = find_expert_like_names(base, {path.rpartition(".")[2] for path in targets.modules})
-    by_weight = [f"{path}.weight" for path in targets.modules if path.rpartition(".")[2] in taken]
-    by_name = [path for path in targets.modules if path.rpartition(".")[2] not in taken]
+    reserved = find_expert_like_names(base, {path.rpartition(".")[2] for path in targets.modules})
+    by_weight = [f"{path}.weight" for path in targets.modules if path.rpartition(".")[2] in reserved]
+    by_name = [path for path in targets.modules if path.rpartition(".")[2] not in reserved]
     not_excluded = [path for path in paths if not (excluded and re.fullmatch(excluded, path))]
-    config.target_modules = set(_shortest(by_name, not_excluded, parts=1))
-    config.target_parameters = sorted(_shortest([*targets.parameters, *by_weight], weights, parts=2)) or None
+    config.target_modules = set(_shorten_paths(by_name, not_excluded, parts=1))
+    config.target_parameters = sorted(_shorten_paths([*targets.parameters, *by_weight], weights, parts=2)) or None
     config.exclude_modules = excluded
     config._custom_modules = None
 
@@ -143,8 +146,8 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
 def check_reloadable(adapted: Any, adapter: str = "default") -> None:
     """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
-    Applies PEFT's own rules for names, without a second model: the saved settings must match exactly the adapted
-    layers, and each tensor must have a name that PEFT finds in them.
+    Applies PEFT's own matching, without a second model: the saved settings must match exactly the adapted layers, and
+    PEFT must find each tensor by its saved name.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import get_peft_model_state_dict
@@ -154,56 +157,60 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
     config, base = copy.deepcopy(adapted.peft_config[adapter]), adapted.get_base_model()
     if hasattr(base.config, "model_type"):
         require(conversion, "convert_peft_config_for_transformers", "peft")(config, base, None)
-    named = tuple(f".{name}" for name in config.target_parameters or ())
-    layers, found = set(), set()
+    suffixes = tuple(f".{name}" for name in config.target_parameters or ())
+    layers, matched = set(), set()
     for path, module in base.named_modules():
         plain = path.replace(".base_layer", "")
         if isinstance(module, LoraLayer) and (adapter in module.lora_A or adapter in module.lora_embedding_A):
             layers.add(f"{plain}.{getattr(module, 'parameter_name', 'weight')}")
         if ".lora_" not in path:
-            own = [f"{plain}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            found |= {name for name in own if f".{name}".endswith(named)}
+            parameters = [f"{plain}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            matched |= {name for name in parameters if f".{name}".endswith(suffixes)}
             if plain and check_target_module_exists(config, plain):
-                found.add(f"{plain}.weight")
-    if found != layers:
+                matched.add(f"{plain}.weight")
+    if matched != layers:
         raise UserError(
-            f"lora.target_modules: PEFT could not find these {len(layers)} layers when it loads the adapter, "
-            f"first {min(found ^ layers)}; leave it out with lora.exclude_modules"
+            f"lora.target_modules: PEFT would not find the same {len(layers)} layers on loading the adapter, "
+            f"first {min(matched ^ layers)}; exclude it with lora.exclude_modules"
         )
-    names_in_file(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
+    map_saved_names(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
 
 
-def _shortest(paths: list[str], among: list[str], *, parts: int) -> list[str]:
-    """Shorten paths to their last `parts` components where these match no other path."""
-    wanted = set(paths)
-    others = {tail(path, parts) for path in among if path not in wanted}
-    return list(dict.fromkeys(path if tail(path, parts) in others else tail(path, parts) for path in paths))
+def _shorten_paths(paths: list[str], candidates: list[str], *, parts: int) -> list[str]:
+    """Shorten each path to its last `parts` components unless these also match a path that is not listed."""
+    listed = set(paths)
+    others = {last_components(path, parts) for path in candidates if path not in listed}
+    return list(
+        dict.fromkeys(
+            path if last_components(path, parts) in others else last_components(path, parts) for path in paths
+        )
+    )
 
 
-def tail(path: str, parts: int = 2) -> str:
+def last_components(path: str, parts: int = 2) -> str:
     return ".".join(path.split(".")[-parts:])
 
 
 @contextmanager
 def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
     """Scale the adapter's update by `factor` within the context."""
-    trained = [(scaling, dict(scaling)) for scaling in _scalings(model)]
+    original = [(scaling, dict(scaling)) for scaling in _list_scalings(model)]
     scale_adapter(model, factor)
     try:
         yield
     finally:
-        for scaling, values in trained:
+        for scaling, values in original:
             scaling.update(values)
 
 
 def scale_adapter(model: Any, factor: float) -> None:
     """Multiply the scaling of every LoRA layer by `factor`."""
-    for scaling in _scalings(model):
+    for scaling in _list_scalings(model):
         for name in scaling:
             scaling[name] *= factor
 
 
-def _scalings(model: Any) -> list[dict[str, float]]:
+def _list_scalings(model: Any) -> list[dict[str, float]]:
     from peft.tuners.lora import LoraLayer
 
     return [module.scaling for module in model.modules() if isinstance(module, LoraLayer)]
@@ -216,5 +223,5 @@ def parse_scale(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 < value <= 10.0:
-        raise argparse.ArgumentTypeError(f"{text}: must be a factor above 0 and at most 10, such as 0.5")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and up to 10, such as 0.5")
     return value

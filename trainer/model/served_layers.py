@@ -1,6 +1,6 @@
-"""Adapted layers that an inference server loads but ignores, so that its answers differ from the trained model's.
+"""Find adapters that an inference server ignores, so that its answers differ from the trained model's.
 
-Found by running vLLM 0.32 (tests/servers/test_vllm.py), and in SGLang's list of layers.
+Observed with vLLM 0.32 (tests/servers/test_vllm.py), and listed in SGLang's source.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,59 +8,59 @@ from typing import Any
 
 from trainer.config import LoraSection
 from trainer.model.expert_layers import expert_modules
-from trainer.model.expert_targets import other_parameters
-from trainer.model.targets import layers_to_adapt
+from trainer.model.expert_targets import find_other_parameters
+from trainer.model.targets import find_layers_to_adapt
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
+SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
 ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
-"""Model types for which vLLM calls the router; otherwise its MoE runner uses the weight without the adapter."""
+"""Model types for which vLLM calls the router; for others its MoE runner reads the weight and skips the adapter."""
 SGLANG_APPLIES = frozenset(
     "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
     "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
     "lm_head".split()
 )
-"""Layers with adapters that SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
+"""Last names of the layers to which SGLang applies adapters (python/sglang/srt/lora/utils.py)."""
 
 
-def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
-    """Return the last name components of the layers with adapters that the server ignores."""
-    own = {layer.rpartition(".")[2] for layer in layers}
+def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
+    """Return the last names of the adapted layers for which the server ignores the adapter."""
+    names = {layer.rpartition(".")[2] for layer in layers}
     if server == "sglang":
-        return sorted(own - SGLANG_APPLIES)
-    never = {"shared_expert_gate"} | ({"gate", "router"} if model_type not in ROUTERS_IN_VLLM else set())
-    return sorted(own & never) if server == "vllm" else []
+        return sorted(names - SGLANG_APPLIES)
+    ignored = {"shared_expert_gate"} | ({"gate", "router"} if model_type not in ROUTERS_IN_VLLM else set())
+    return sorted(names & ignored) if server == "vllm" else []
 
 
 def describe_exclusion(name: str) -> str:
-    """Return the advice for training without adapters on layers of this name."""
+    """Return how to train without adapters on layers of this name."""
     if name in ("gate", "router"):
-        return f"take {name} out of lora.target_modules and lora.target_parameters"
+        return f"remove {name} from lora.target_modules and lora.target_parameters"
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
 
 
-def serving_notes(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
-    """Return a warning for each part of the adapter that the server `target` would ignore; the model may be empty.
+def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
+    """Return a warning for each part of the adapter that the server `target` ignores; the model may be empty.
 
-    Ollama gets the merged model, so nothing is ignored.
+    Ollama gets the merged model, so it ignores nothing.
     """
     if target is None or target == "ollama":
         return []
-    server = NAMES[target]
+    server = SERVER_NAMES[target]
     settings = {
         "lora.dora": lora.dora,
         "lora.modules_to_save": lora.modules_to_save,
-        "what vision.train adds": lora.image_parts != "none",
+        "the weights that vision.train adds": lora.image_parts != "none",
         "model.added_tokens": added_tokens,
     }
-    notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
+    warnings = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
     if lora.adapter_path is None:
-        layers = [*layers_to_adapt(model, lora)]
-        layers += [path.removesuffix(".weight") for path in other_parameters(model, lora)]
-        names = unapplied_layers(target, model.config.get_text_config().model_type, layers)
+        layers = [*find_layers_to_adapt(model, lora)]
+        layers += [path.removesuffix(".weight") for path in find_other_parameters(model, lora)]
+        names = find_unapplied_layers(target, model.config.get_text_config().model_type, layers)
         if target == "llama.cpp" and lora.experts and expert_modules(model):
             names = ["experts"]
-        notes += [
+        warnings += [
             f"export.target={target}: {server} does not apply adapters of {name}; {describe_exclusion(name)}"
             for name in names
         ]
-    return [f"{note}; or serve the merged model (zerolora export --format hf)" for note in notes]
+    return [f"{warning}; or serve the merged model (zerolora export --format hf)" for warning in warnings]

@@ -1,13 +1,12 @@
-"""Checkpoints with weights in FP8 (e4m3): their format in config.json and headers, and reading of values and scales.
+"""Read checkpoints with weights in FP8 (e4m3).
 
-W = scale q in all formats, which differ in the weights per scale and in the name of the scales of a weight X:
+W = scale q in all formats. They differ in the block of weights per scale, and in the name of the scales of a weight X:
 
     fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
 
-Scales of inputs (`activation_scale`, `input_scale`, for static activation schemes) are for serving and are not read:
-inputs stay in 16 bits, or get a scale per token. Tensors that are not in FP8 stay in 16 bits; the files decide for each
-tensor.
+Static input scales (`activation_scale`, `input_scale`) are for serving and are ignored: inputs stay in 16 bits or get
+a scale per token. The files decide which tensors are in FP8; the others stay in 16 bits.
 """
 
 import re
@@ -27,26 +26,34 @@ from trainer.model.tensor_files import SafetensorsFiles
 
 E4M3 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
-FOR_SERVING = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "weight_zero_point")
-"""Suffixes of tensors that are only for serving: scales of inputs, outputs and the KV cache."""
+SERVING_SUFFIXES = (
+    "activation_scale",
+    "input_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "weight_zero_point",
+)
+"""Suffixes of tensors used only for serving: scales of inputs, outputs and the KV cache."""
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
-"""Conversions of transformers that apply to a grid of scales in the same way as to the values."""
-SAME_MODEL = "take config.json and weights from the same model"
+"""Conversions of transformers that can be applied to a grid of scales as to the values."""
+SAME_MODEL_FIX = "take config.json and weights from the same model"
 Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """The FP8 format declared in config.json; without `block`, scales are per row or tensor."""
+    """The FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
 
     block: Block | None
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     name = "FP8"
 
     @property
     def scaled(self) -> Literal["rows", "blocks"]:
-        """What shares a scale."""
+        """Whether a scale belongs to a row or a block."""
         return "rows" if self.block is None else "blocks"
 
     def scale_bytes(self, shape: torch.Size) -> int:
@@ -56,39 +63,45 @@ class Fp8Form:
 
     def holds(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in FP8 according to config.json."""
-        return not any(matches(each, path) for each in self.left_out)
+        return not any(matches_module(each, path) for each in self.excluded)
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Return whether an entry of a list of modules in config.json names the layer at `path`."""
-    # compressed-tensors marks regular expressions by `re:`; for transformers each entry is one, or the end of a name.
-    expression, whole = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
+def matches_module(pattern: str, path: str) -> bool:
+    """Return whether an entry of a module list in config.json matches the layer at `path`."""
+    # compressed-tensors marks regular expressions by `re:`; transformers takes each entry as one, or as a suffix.
+    expression, end = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
         return True
     try:
-        return re.match(f"(?:{expression}){whole}", path) is not None
+        return re.match(f"(?:{expression}){end}", path) is not None
     except re.error:
         return False
 
 
-def fp8_form(model_config: Any) -> Fp8Form | None:
+def parse_fp8_form(model_config: Any) -> Fp8Form | None:
     """Return the FP8 format of a checkpoint; None if it is not in FP8, or in an unsupported format."""
-    settings = quantization_settings(model_config) or {}
+    settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
         block = settings.get("weight_block_size", DEFAULT_BLOCK)
-        left_out = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
-        return Fp8Form(_pair(block), tuple(map(str, left_out)))
+        excluded = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
+        return Fp8Form(_parse_block(block), tuple(map(str, excluded)))
     if method == "compressed-tensors":
         groups = [(group or {}).get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
         dense = (settings.get("sparsity_config") or {}).get("format", "dense") == "dense"
-        if dense and groups and all(each.get("num_bits") == 8 and each.get("type") == "float" for each in groups):
-            blocks = [_pair(each.get("block_structure")) for each in groups if each.get("strategy") == "block"]
+        if (
+            dense
+            and groups
+            and all(weights.get("num_bits") == 8 and weights.get("type") == "float" for weights in groups)
+        ):
+            blocks = [
+                _parse_block(weights.get("block_structure")) for weights in groups if weights.get("strategy") == "block"
+            ]
             return Fp8Form(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
     return None
 
 
-def quantization_settings(model_config: Any) -> dict[str, Any] | None:
+def find_quantization_settings(model_config: Any) -> dict[str, Any] | None:
     """Return `quantization_config` of config.json as a dict, or None."""
     for part in (model_config, model_config.get_text_config()):
         section = getattr(part, "quantization_config", None)
@@ -97,43 +110,45 @@ def quantization_settings(model_config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _pair(block: Any) -> Block | None:
+def _parse_block(block: Any) -> Block | None:
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]
 
 
 class Fp8Files:
-    """The tensors of a checkpoint in FP8: `read` dequantises them, `codes` and `scales` give what is stored."""
+    """The tensors of an FP8 checkpoint: `read` dequantizes them, `codes` and `scales` return the stored parts."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
-        """Wrap `files`, already checked by `plain_shapes`."""
+        """Wrap `files`, already checked by `check_fp8_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
         self._shapes = files.shapes()
-        self._scale_of = scales_by_weight(files)
+        self._scale_names = find_scales(files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors except scales."""
-        scales = set(self._scale_of.values())
-        return {name: shape for name, shape in self._shapes.items() if name not in scales and not _is_for_serving(name)}
+        scales = set(self._scale_names.values())
+        return {
+            name: shape for name, shape in self._shapes.items() if name not in scales and not _is_serving_only(name)
+        }
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, FP8 as float32; with `index`, that slice of its first dimension (kept, of length one)."""
-        if name not in self._scale_of:
+        """Return a tensor, FP8 as float32; with `index`, only that entry of its first dimension (length one)."""
+        if name not in self._scale_names:
             return self._files.read(name, index)
-        block = self._own_block(name)
+        block = self._stored_block(name)
         codes, scales = self._codes(name, index), self._scales(block, name, index)
         return dequantize_blocks(codes, scales, block, torch.float32)
 
     def block(self, stored: Stored, dimensions: int) -> Block | None:
-        """Return the rows and columns per scale in the parameter built from `stored`; None if it must be dequantised.
+        """Return the rows and columns per scale of the parameter built from `stored`; None to dequantize it.
 
-        If concatenated parts do not have whole blocks of rows, smaller blocks are used.
+        Blocks shrink if concatenated parts do not consist of whole blocks of rows.
         """
         names = [name for each in stored.names.values() for name in each]
-        if not all(name in self._scale_of for name in names):
+        if not all(name in self._scale_names for name in names):
             return None
-        blocks = {self._own_block(name) for name in names}
+        blocks = {self._stored_block(name) for name in names}
         if len(blocks) != 1:
             return None
         [(rows, cols)] = blocks
@@ -150,56 +165,56 @@ class Fp8Files:
         return (rows, cols) if "Transpose" not in kinds or rows == cols else None
 
     def codes(self, stored: Stored, index: int | None = None) -> Tensor:
-        """Return the stored values (uint8), converted to the layout of the parameter."""
-        return stored.read(View(self.shapes, self._codes), index)
+        """Return the stored values (uint8) in the layout of the parameter."""
+        return stored.read(TensorView(self.shapes, self._codes), index)
 
     def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
-        """Return a float32 scale per `block`, converted to the layout of the parameter."""
-        return stored.read(View(self.shapes, partial(self._scales, block)), index)
+        """Return one float32 scale per `block` in the layout of the parameter."""
+        return stored.read(TensorView(self.shapes, partial(self._scales, block)), index)
 
     def _codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
 
-    def _own_block(self, name: str) -> Block:
-        """Return the stored rows and columns per scale; a single scale of a tensor counts as one per row."""
+    def _stored_block(self, name: str) -> Block:
+        """Return the rows and columns per stored scale; a per-tensor scale counts as one per row."""
         shape = self._shapes[name]
-        by_row = _is_by_row(shape, self._shapes[self._scale_of[name]])
+        by_row = _has_row_scales(shape, self._shapes[self._scale_names[name]])
         return (1, shape[-1]) if by_row else self._block
 
     def _scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
-        shape, scale = self._shapes[name], self._scale_of[name]
+        shape, scale = self._shapes[name], self._scale_names[name]
         matrices = shape[:-2] if index is None else (1,)
         raw = self._files.read(scale, index if len(shape) > 2 and self._shapes[scale] else None).float()
-        if _is_by_row(shape, self._shapes[scale]):
+        if _has_row_scales(shape, self._shapes[scale]):
             return raw.reshape(*matrices, -1, 1).expand(*matrices, shape[-2], -(-shape[-1] // block[1])).contiguous()
-        for axis, own, wanted in ((-2, self._block[0], block[0]), (-1, self._block[1], block[1])):
-            if own != wanted:
-                of_each = torch.arange(-(-shape[axis] // wanted)) * wanted // own
-                raw = raw.index_select(axis, of_each)
+        for axis, stored, target_size in ((-2, self._block[0], block[0]), (-1, self._block[1], block[1])):
+            if stored != target_size:
+                indices = torch.arange(-(-shape[axis] // target_size)) * target_size // stored
+                raw = raw.index_select(axis, indices)
         return raw
 
 
 @dataclass(frozen=True)
-class View:
-    """A `StoredTensors` made from two functions."""
+class TensorView:
+    """A `StoredTensors` built from two functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]
 
 
-def scales_by_weight(files: SafetensorsFiles) -> dict[str, str]:
-    """Return the name of the scales for each FP8 tensor that has scales."""
+def find_scales(files: SafetensorsFiles) -> dict[str, str]:
+    """Map each FP8 tensor that has scales to the name of its scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
-    return {name: found[0] for name, found in names.items() if found}
+    return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
-def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
-    """Return full-precision shapes by name.
+def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
+    """Return the full-precision shapes by name.
 
     Raises UserError if scales are missing or do not fit their tensor, or no tensor is in FP8.
     """
-    shapes, types, scales = files.shapes(), files.types(), scales_by_weight(files)
+    shapes, types, scales = files.shapes(), files.types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(
             f"{setting}: config.json says FP8, but no tensor is stored in it; remove quantization_config from "
@@ -210,38 +225,40 @@ def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[s
             continue
         if types[name] != E4M3:
             raise UserError(
-                f"{setting}: {name} is stored as {types[name]}, and of 8 bits only e4m3 is read; use the 16-bit model"
+                f"{setting}: {name} is stored as {types[name]}, but only e4m3 is supported in 8 bits; use the "
+                "16-bit model"
             )
         if name not in scales:
             raise UserError(
-                f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is in none of its files; download it again"
+                f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is missing; download the model again"
             )
         _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
     return Fp8Files(files, form).shapes()
 
 
 def _check_grid(
-    setting: str, name: str, shape: tuple[int, ...], scale: str, found: tuple[int, ...], block: Block
+    setting: str, name: str, shape: tuple[int, ...], scale: str, scale_shape: tuple[int, ...], block: Block
 ) -> None:
     if len(shape) < 2:
-        raise UserError(f"{setting}: {name} of shape {shape} is stored in FP8, but not a matrix; use the 16-bit model")
-    if _is_by_row(shape, found):
+        raise UserError(
+            f"{setting}: {name} is stored in FP8, but its shape {shape} is not that of a matrix; use the 16-bit model"
+        )
+    if _has_row_scales(shape, scale_shape):
         return
     grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-    if found != grid:
+    if scale_shape != grid:
         raise UserError(
-            f"{setting}: {name} has shape {shape} and {scale} {found}, but blocks of {block[0]} x {block[1]} need "
-            f"{grid}; {SAME_MODEL}"
+            f"{setting}: {name} has shape {shape} and {scale} {scale_shape}, but blocks of {block[0]} x {block[1]} "
+            f"need {grid}; {SAME_MODEL_FIX}"
         )
 
 
-def _is_by_row(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Return whether scales are per row or per matrix, not per block."""
+def _has_row_scales(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Return whether scales are per row or per matrix rather than per block."""
     matrices, rows, count = prod(shape[:-2]), shape[-2], prod(scales)
-    ends_in_one = not scales or scales[-1] == 1 or len(scales) < len(shape)
-    return count == matrices or (count == matrices * rows and ends_in_one)
+    has_no_columns = not scales or scales[-1] == 1 or len(scales) < len(shape)
+    return count == matrices or (count == matrices * rows and has_no_columns)
 
 
-def _is_for_serving(name: str) -> bool:
-    ends = (*(f".{each}" for each in FOR_SERVING), "_activation_scale", "_input_scale")
-    return name.endswith(ends)
+def _is_serving_only(name: str) -> bool:
+    return name.endswith((*(f".{suffix}" for suffix in SERVING_SUFFIXES), "_activation_scale", "_input_scale"))

@@ -1,53 +1,55 @@
-"""Settings that are not supported on bases with weights stored and kept in FP8 or 4 bits."""
+"""Check settings against a base that is stored in FP8 or 4 bits."""
 
 from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.zero import gathers_by_layer
-from trainer.model.stored_four_bit import FourBitForm, four_bit_form
-from trainer.model.stored_fp8 import Fp8Form, fp8_form
+from trainer.model.stored_four_bit import FourBitForm, parse_four_bit_form
+from trainer.model.stored_fp8 import Fp8Form, parse_fp8_form
 from trainer.parallel.engine.linear_layers import is_linear
 
-Kept = Fp8Form | FourBitForm
+StoredForm = Fp8Form | FourBitForm
 
 
-def kept_form(model_config: Any) -> Kept | None:
-    """Return the format in which linear layers are stored and kept; None if they are in 16 or 32 bits."""
-    form = fp8_form(model_config) or four_bit_form(model_config)
+def find_stored_form(model_config: Any) -> StoredForm | None:
+    """Return the packed format of the stored linear layers, which loading keeps; None if they are in 16 or 32 bits."""
+    form = parse_fp8_form(model_config) or parse_four_bit_form(model_config)
     return None if isinstance(form, str) else form
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     """Raise UserError for settings that a base stored in FP8 or 4 bits does not support."""
-    form = kept_form(model_config)
+    form = find_stored_form(model_config)
     if form is None:
         return
-    lora, stored = config.lora, f"{config.base_model}, which is stored in {form.name}"
-    kind, also = config.quantization.quant_type, "or quantization.quant_type: fp8, " * isinstance(form, Fp8Form)
+    lora, kind = config.lora, config.quantization.quant_type
+    fp8_option = "or quantization.quant_type: fp8, " * isinstance(form, Fp8Form)
+    stored = f"{config.base_model}, which is stored in {form.name}"
     faults = {
-        f"quantization.quant_type={kind}: would quantise a second time {stored}; use adapter: lora, {also}or use the "
-        "16-bit model": config.adapter == "qlora" and not (also and kind == "fp8"),
-        f"training.qat={config.training.qat}: rounds the merged 16-bit weights, unlike those of {stored}; use the "
-        "16-bit model": bool(config.training.qat),
-        f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or turn it "
-        "off": config.zero.offload_parameters and not gathers_by_layer(config),
-        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: reads the weights of {stored}; leave it out, "
-        "or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
+        f"quantization.quant_type={kind}: {config.base_model} is already stored in {form.name}; use adapter: lora, "
+        f"{fp8_option}or the 16-bit model": config.adapter == "qlora" and not (fp8_option and kind == "fp8"),
+        f"training.qat={config.training.qat}: rounds 16-bit weights, not those of {stored}; use the 16-bit model": (
+            config.training.qat is not None
+        ),
+        f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set it "
+        "to false": config.zero.offload_parameters and not gathers_by_layer(config),
+        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: reads the weights of {stored}; remove it, or "
+        "use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
     }
-    for fault, found in faults.items():
-        if found:
+    for fault, applies in faults.items():
+        if applies:
             raise UserError(fault)
 
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
     """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
-    form, head = kept_form(model_config), empty.get_output_embeddings()
+    form, head = find_stored_form(model_config), empty.get_output_embeddings()
     for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
-        held = is_linear(module) and module is not head and (form is None or form.holds(path))
-        for name in config.lora.modules_to_save if held else ():
+        is_packed = is_linear(module) and module is not head and (form is None or form.holds(path))
+        for name in config.lora.modules_to_save if is_packed else ():
             if f".{name}." in f".{path}.":
-                how = f"is stored in {form.name}" if form else f"is held in {config.quantization.quant_type}"
+                state = f"stored in {form.name}" if form else f"quantized to {config.quantization.quant_type}"
                 raise UserError(
-                    f"lora.modules_to_save={name}: the weight of {path} {how} and cannot be trained; remove it, or use "
-                    f"the 16-bit model{'' if form else ' with adapter: lora'}"
+                    f"lora.modules_to_save={name}: the weight of {path} is {state} and cannot be trained; remove it, "
+                    f"or use the 16-bit model{'' if form else ' with adapter: lora'}"
                 )

@@ -1,9 +1,9 @@
-"""Loading of weights module by module: quantised or kept as stored, and partitioned under ZeRO-3.
+"""Load weights module by module: quantized or as stored, and partitioned under ZeRO-3.
 
-transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and otherwise reads
-the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors and broadcasts them, every rank
-quantises them (the same input gives the same bits), and DeepSpeed keeps this rank's shard before the next is read.
-Peak memory of a rank: its shard of the model and one module in full precision.
+transformers skips `zero.Init` for quantized models (every rank would hold the whole 4-bit model) and otherwise reads
+the whole checkpoint into the memory of rank 0. Here rank 0 reads the tensors of one module and broadcasts them, every
+rank quantizes them deterministically, and DeepSpeed keeps the rank's shard before the next module is read. A rank needs
+memory for its shard of the model and one module in full precision.
 """
 
 import copy
@@ -21,24 +21,24 @@ from transformers import PreTrainedModel
 import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
-from trainer.model.eight_bit import FrozenLinear8bit, check_card
-from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
-from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
-from trainer.model.mxfp4 import MXFP4, full_precision
+from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
+from trainer.model.four_bit import READ_DIRECTLY, quantize_linear
+from trainer.model.model_kind import auto_class, find_output_layer, has_score, is_mxfp4
+from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
     GROUPED,
     ExpertsLayout,
     FrozenLinearGrouped,
     PackedExperts,
+    build_experts_layout,
     compute_dequantized,
-    experts_layout,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import RandomTensors, WithScore
+from trainer.model.random_weights import RandomTensors, TensorsWithScore
 from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
 from trainer.model.stored_fp8 import Block, Fp8Files
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
@@ -60,41 +60,42 @@ def load_streamed(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Build the model without memory, then fill, quantise and partition it one module at a time.
+    """Build the model without memory, then fill, quantize and partition it one module at a time.
 
-    DeepSpeed partitions each module with `deepspeed_config`; with `shards` each layer is sharded once it is complete.
-    4-bit and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
+    With `deepspeed_config` DeepSpeed partitions each module; with `shards` each layer is sharded once it is complete.
+    4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers multiply in
+    8 bits.
     """
     if quantization is not None and quantization.eight_bit:
-        check_card(quantization.quant_type, device)
+        check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
-            ops.load("auto")  # the layers' forward needs an operator: one already loaded, or any available
-    model = _build_empty(full_precision(config), section, dtype, attention)
+            ops.load("auto")  # the forward of the layers needs an operator
+    model = _build_empty(strip_quantization(config), section, dtype, attention)
     files: StoredTensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = kept_form(config)
+        form = find_stored_form(config)
         if isinstance(form, FourBitForm):
             files = FourBitFiles(stored, form, f"base_model={base_model}")
         else:
             files = stored if form is None else Fp8Files(stored, form)
-        files = WithScore(files, config) if has_score(config) else files
+        files = TensorsWithScore(files, config) if has_score(config) else files
     layout = stored_layout(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
-    # PEFT reads it.
+    # PEFT reads this attribute.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
     if quantization is not None and not quantization.eight_bit:
-        model.config.quantization_config = _quantization_record(quantization, dtype)
+        model.config.quantization_config = _bnb_config(quantization, dtype)
         model.is_quantized = True
-        model.quantization_method = "bitsandbytes"
+        model.find_quantization_method = "bitsandbytes"
     return model
 
 
 def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attention: str | None) -> Any:
-    """Return the model without memory for its weights, with the dtypes and buffers of `from_pretrained`."""
+    """Build the model with its weights on the meta device, and the dtypes and buffers of `from_pretrained`."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -107,16 +108,16 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():
         if require(module, "_non_persistent_buffers_set", "torch"):
-            # `from_config` computes position tables in the 16-bit dtype of the weights; initialise them again.
+            # `from_config` computes position tables in the weights' 16-bit dtype; compute them again.
             require(part, "_init_weights", "transformers")(module)
     return model
 
 
 @dataclass
 class Filler:
-    """Fills an empty model one module at a time: one rank reads the weights, all quantise, partition or shard them.
+    """Fills an empty model one module at a time: rank 0 reads the weights, all ranks quantize, partition or shard them.
 
-    Models of transformers keep the dtype of each parameter; others get all weights in `dtype`.
+    Models of transformers keep the dtype of each parameter; other models get all weights in `dtype`.
     """
 
     model: Any
@@ -129,15 +130,17 @@ class Filler:
 
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
-        self._head = output_layer(self.model)
-        # Of layers that stay unquantised in training of any precision.
-        self._wide = find_fp32_names(self.model, torch.float16)
-        kept = None if self.unpack else self.files.stored if isinstance(self.files, WithScore) else self.files
-        self._fp8 = kept if isinstance(kept, Fp8Files) else None
-        self._four_bit = kept if isinstance(kept, FourBitFiles) else None
+        self._head = find_output_layer(self.model)
+        # Names of weights that stay in fp32, and unquantized, in every precision.
+        self._fp32_names = find_fp32_names(self.model, torch.float16)
+        packed_files = (
+            None if self.unpack else self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
+        )
+        self._fp8 = packed_files if isinstance(packed_files, Fp8Files) else None
+        self._four_bit = packed_files if isinstance(packed_files, FourBitFiles) else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
-        self._filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
-        self._quantised: dict[int, nn.Module] = {}
+        self._filled: dict[int, nn.Parameter] = {}  # by the id of the empty one: tied weights share it
+        self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
         """Fill every module, and let DeepSpeed or `shards` partition it."""
@@ -155,17 +158,17 @@ class Filler:
         self.model.eval()
 
     def _fill_module(self, path: str, module: Any) -> nn.Module:
-        """Fill a module's own parameters and buffers; return it, or the layer in 4 or 8 bits that takes its place."""
+        """Fill a module's own parameters and buffers; return the module, or the 4- or 8-bit layer that replaces it."""
         stored = {
             name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
             if _join(path, name) in self.layout
         }  # fmt: skip
         is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
-        is_layer = is_layer and (self._wide is None or not self._wide.search(_join(path, "weight")))
+        is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
         if self._four_bit is not None and is_layer:
-            to_pack = self._find_groups({"weight": module.weight}, stored, transposed=False)
+            to_pack = self._group_layouts({"weight": module.weight}, stored, transposed=False)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if block is not None and name == "weight":
                 continue
@@ -176,8 +179,8 @@ class Filler:
         if to_pack and not is_layer:
             compute_dequantized(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
-            kept = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
-            module._buffers[name] = kept.to(self.device)
+            content = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
+            module._buffers[name] = content.to(self.device)
         if block is not None:
             parts, exact = self._read_fp8(stored["weight"], module, block), self.quantization is None
             return FrozenLinear8bit(module, *parts, block, compute_dtype=self.dtype, exact=exact)
@@ -185,70 +188,80 @@ class Filler:
             return FrozenLinearGrouped(module, module.weight)
         if self._to_quantize is None or not is_layer:
             return module
-        tied = self._quantised.get(weight)
-        self._quantised[weight] = made = _quantise(module, self._to_quantize, self.dtype, tied)
-        return made
+        tied = self._quantized.get(weight)
+        self._quantized[weight] = layer = _quantize(module, self._to_quantize, self.dtype, tied)
+        return layer
 
     def _layouts_to_pack(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
-        """Return the layouts of a module's expert tensors that will be packed, by name."""
+        """Return the layouts of the module's expert tensors to pack, by name."""
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
-        turned = is_transposed(module)
+        is_transposed_module = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
-            kept = {} if self.unpack else experts
-            return {name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True) for name, each in kept.items()}
+            packed = {} if self.unpack else experts
+            return {
+                name: build_experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
+                for name, each in packed.items()
+            }
         if self._four_bit is not None:
-            return self._find_groups(experts, stored, transposed=turned)
+            return self._group_layouts(experts, stored, transposed=is_transposed_module)
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
-            how: dict[str, Any] = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
-            return {
-                name: experts_layout(kind.quant_type, each.shape, self.dtype, **how) for name, each in experts.items()
+            options: dict[str, Any] = {
+                "block": kind.block_size,
+                "double_quant": kind.double_quant,
+                "transposed": is_transposed_module,
             }
-        cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, turned)
+            return {
+                name: build_experts_layout(kind.quant_type, each.shape, self.dtype, **options)
+                for name, each in experts.items()
+            }
+        cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, is_transposed_module)
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
-            name: experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
+            name: build_experts_layout(
+                quant_type, experts[name].shape, self.dtype, transposed=is_transposed_module, cell=cell
+            )
             for name, cell in cells.items()
         }
 
-    def _find_groups(
+    def _group_layouts(
         self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
     ) -> dict[str, ExpertsLayout]:
-        """Return the layouts of weights stored in 4-bit groups; empty to dequantise all of them."""
+        """Return the layouts of weights stored in 4-bit groups; empty if any of them must be dequantized."""
         assert self._four_bit is not None
-        found: dict[str, ExpertsLayout] = {}
+        layouts: dict[str, ExpertsLayout] = {}
         for name, each in weights.items():
             groups = self._four_bit.find_layout(stored[name], each.shape, transposed=transposed)
             if groups is None:
                 return {}
-            found[name] = ExpertsLayout(GROUPED, *groups[:3], self.dtype, transposed, groups=groups)
-        return found
+            layouts[name] = ExpertsLayout(GROUPED, *groups[:3], self.dtype, transposed, groups=groups)
+        return layouts
 
     def _read_plain(self, stored: Stored, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter in 16 or 32 bits, read one expert at a time if possible."""
-        own, files = parameter.dtype if self._is_typed else self.dtype, self.files
+        """Read a parameter in 16 or 32 bits, one expert at a time if possible."""
+        dtype, files = parameter.dtype if self._is_typed else self.dtype, self.files
 
         def read() -> Tensor:
             if stored.is_mxfp4:
                 return _pack(
-                    files, stored, experts_layout(MXFP4, parameter.shape, own, transposed=True), self.device
+                    files, stored, build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True), self.device
                 ).dequantized()
             if parameter.dim() < 3 or not stored.by_expert:
-                return stored.read(files).to(self.device).to(own).contiguous()
-            value = torch.empty(parameter.shape, dtype=own, device=self.device)
+                return stored.read(files).to(self.device).to(dtype).contiguous()
+            value = torch.empty(parameter.shape, dtype=dtype, device=self.device)
             for index in range(len(parameter)):
                 value[index] = stored.read(files, index)[0]
             return value
 
-        value = _on_all_ranks(read, lambda: torch.empty(parameter.shape, dtype=own, device=self.device))
+        value = _broadcast(read, lambda: torch.empty(parameter.shape, dtype=dtype, device=self.device))
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def _read_packed(self, stored: Stored, layout: ExpertsLayout) -> PackedExperts:
-        """Return packed experts; only rank 0 reads and packs them."""
+        """Read and pack experts on rank 0, and broadcast them."""
         empty = partial(PackedExperts.empty, layout, self.device)
         files = self._four_bit or self._fp8 or self.files
-        return _on_all_ranks(partial(_pack, files, stored, layout, self.device), empty)
+        return _broadcast(partial(_pack, files, stored, layout, self.device), empty)
 
     def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
         fp8, shape = self._fp8, linear.weight.shape
@@ -257,7 +270,7 @@ class Filler:
 
         def share(read: Callable[[], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             empty = partial(torch.empty, size, dtype=dtype, device=self.device)
-            return _on_all_ranks(lambda: read().to(self.device).contiguous(), empty)
+            return _broadcast(lambda: read().to(self.device).contiguous(), empty)
 
         codes = share(lambda: fp8.codes(stored), shape, torch.uint8)
         scales = share(lambda: fp8.scales(stored, block), grid, torch.float32)
@@ -268,8 +281,8 @@ class Filler:
 Read = TypeVar("Read", bound=Tensor)
 
 
-def _on_all_ranks(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
-    """Return on every rank the tensor that rank 0 reads from disk; `empty` allocates it on the others."""
+def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
+    """Read a tensor on rank 0 and broadcast it; `empty` allocates it on the other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
     value = read() if dist.get_rank() == 0 else empty()
@@ -277,43 +290,43 @@ def _on_all_ranks(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
     return value
 
 
-def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Return the layer in 8 or 4 bits; if `tied` to a layer already quantised, it shares the weight of that."""
+def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
+    """Quantize a layer to 8 or 4 bits; `tied` is a quantized layer whose weight it shares, if any."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
         return twin
     if quantization.eight_bit:
         return FrozenLinear8bit.quantized(linear, quantization.quant_type, dtype)
-    return quantized_linear(linear, quantization, compute_dtype=dtype)
+    return quantize_linear(linear, quantization, compute_dtype=dtype)
 
 
 def _common_cells(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Return the block per scale common to all tensors of these experts, None for rows; empty to dequantise them."""
-    found = {name: fp8.block(stored[name], 3) for name in experts}
-    cells = [cell for cell in found.values() if cell is not None]
-    if len(cells) < len(found) or not found:
+    """Return the block per scale that all of these expert tensors share (None: a row); empty to dequantize them."""
+    blocks = {name: fp8.block(stored[name], 3) for name in experts}
+    cells = [cell for cell in blocks.values() if cell is not None]
+    if len(cells) < len(blocks) or not blocks:
         return {}
-    if all(cell == (1, experts[name].shape[2]) for name, cell in found.items()):
-        return {} if transposed else dict.fromkeys(found)
+    if all(cell == (1, experts[name].shape[2]) for name, cell in blocks.items()):
+        return {} if transposed else dict.fromkeys(blocks)
     rows, cols = (gcd(*sizes) for sizes in zip(*cells, strict=True))
-    return dict.fromkeys(found, (rows, cols)) if rows == cols or not transposed else {}
+    return dict.fromkeys(blocks, (rows, cols)) if rows == cols or not transposed else {}
 
 
 def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
     import deepspeed
 
-    own = nn.Module()  # only this module's own parameters: children are partitioned separately
+    childless = nn.Module()  # children are partitioned separately
     for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(name, parameter)
-    if any(True for _ in own.parameters()):
-        deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
+        childless.register_parameter(name, parameter)
+    if childless._parameters:
+        deepspeed.zero.Init(module=childless, config_dict_or_path=deepspeed_config)
 
 
 def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """Pack experts one at a time: quantised, or MXFP4 or FP8 as stored."""
+    """Pack experts one at a time: quantize them, or copy packed ones as stored."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)
@@ -327,9 +340,9 @@ def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: t
             sections["codes"][index] = files.read(stored.names[BLOCKS][0], index).reshape(-1)
             sections["scales"][index] = files.read(stored.names[SCALES][0], index).reshape(-1)
         return packed
-    whole = None if stored.by_expert else stored.read(files)
+    tensor = None if stored.by_expert else stored.read(files)
     for index in range(layout.experts):
-        matrix = stored.read(files, index)[0] if whole is None else whole[index]
+        matrix = stored.read(files, index)[0] if tensor is None else tensor[index]
         packed.quantize(index, matrix.to(device))
     return packed
 
@@ -344,7 +357,7 @@ def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
             packed.put_expert((index or 0) + offset, *parts)
 
 
-def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
+def _bnb_config(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

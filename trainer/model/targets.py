@@ -1,8 +1,7 @@
-"""Selection of the layers that get an adapter, from lora.target_modules and lora.exclude_modules.
+"""Select the layers that get an adapter, from lora.target_modules and lora.exclude_modules.
 
-As in PEFT, a name matches every module with a path that ends in it, and a regular expression those with a path that it
-matches. An excluded name also excludes everything below it (`mlp`, `vision_tower`), and layers that cannot learn are
-left out.
+As in PEFT, a name matches every module path that ends in it, and a regular expression must match the whole path. An
+excluded name also excludes everything below it (`mlp`, `vision_tower`). Layers that cannot learn are excluded too.
 """
 
 import re
@@ -21,28 +20,28 @@ from trainer.config.types import is_pattern
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules, router_weights
 from trainer.model.expert_targets import (
     ALL_LINEAR,
-    below,
+    build_subtree_pattern,
     check_experts,
     expert_rank,
-    expert_targets,
-    is_named,
+    find_expert_targets,
+    find_other_parameters,
     is_router,
     list_expert_aliases,
     matches_aliases,
-    other_parameters,
+    matches_path,
 )
-from trainer.model.model_kind import output_layer
+from trainer.model.model_kind import find_output_layer
 from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_linear, is_quantised, model_shape
 from trainer.parallel.engine.partitioned import whole_shape
 
-CHOOSES_EXPERTS = "choose experts; lora.target_modules can name them"
+IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Full paths of the layers and parameters that get an adapter, and the rank of the experts' adapters."""
+    """Full paths of the layers and parameters that get an adapter, and the rank of expert adapters."""
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
@@ -56,26 +55,26 @@ class Targets:
 
 
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
-    """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), or None."""
+    """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), otherwise None."""
     if hasattr(model, "usual_targets"):
-        return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
+        return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
     ambiguous = find_expert_like_names(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or by_path):
         return None
     return Targets(
-        tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
-        tuple(other_parameters(model, lora)),
+        tuple(find_layers_to_adapt(model, lora)),
+        tuple(find_expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
+        tuple(find_other_parameters(model, lora)),
         expert_rank(model, lora),
     )
 
 
-def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
-    """Yield the paths of the layers adapted by `lora`, without experts and parameters; the model may be empty."""
+def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
+    """Yield the paths of the layers adapted by `lora`, except experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
-    excluded, head, experts = excluded_modules(model, lora), output_layer(model), expert_modules(model)
+    excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), expert_modules(model)
     usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR and usual is not None:
@@ -83,55 +82,64 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
         elif lora.target_modules == ALL_LINEAR:
             is_target = isinstance(module, nn.Linear | Conv1D) and module is not head
         else:
-            is_target = _has_matrix(module) and _is_target(path, lora)
+            is_target = _has_matrix_weight(module) and _is_target(path, lora)
             is_target = is_target and path not in experts and not is_router(module)
         if is_target and not (excluded and re.fullmatch(excluded, path)):
             yield path
 
 
 def check_targets(model: Any, lora: LoraSection) -> None:
-    """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be without weights."""
+    """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be empty."""
     paths = {path: module for path, module in model.named_modules() if path}
-    linear = {path for path, module in paths.items() if _has_matrix(module)}
+    linear = {path for path, module in paths.items() if _has_matrix_weight(module)}
     towers = find_unadapted_towers(model, lora)
-    beyond = _build_pattern(towers)
-    check_experts(model, lora, beyond)
-    expert_aliases, cannot = list_expert_aliases(model), find_untrainable_layers(model)
+    outside_text = _build_pattern(towers)
+    check_experts(model, lora, outside_text)
+    expert_aliases, untrainable = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         if lora.experts and matches_aliases(name, expert_aliases):
             continue
-        found = {path for path in paths if is_named(name, path)}
-        within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
-        if found and not within:
+        matched = {path for path in paths if matches_path(name, path)}
+        reachable = {path for path in matched if not (outside_text and re.fullmatch(outside_text, path))}
+        if matched and not reachable:
             advice = "; vision.train: lora adapts the image tower" if lora.image_parts == "none" else ""
             problem = "is outside the language model and never sees text"
             raise UserError(f"lora.target_modules={shown(name)}: {problem}{advice}")
-        if not found & linear:
-            inner = _summarize_names(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
-            advice = f"is not a layer, but contains some; use {inner}" if inner else _suggest(name, linear, "layer")
+        if not matched & linear:
+            contained = _summarize_names(
+                path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
+            )
+            advice = (
+                f"is not a layer, but contains some; use {contained}" if contained else _suggest(name, linear, "layer")
+            )
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
-        if within & linear <= set(cannot):
-            reason = cannot[min(within & linear)]
+        if reachable & linear <= set(untrainable):
+            reason = untrainable[min(reachable & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
-    # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
-    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {
-        *expert_aliases
-    }
+    # Naming an excluded tower is harmless; a name that occurs only inside one would have no effect.
+    excludable = {
+        path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))
+    } | {*expert_aliases}
     for name in lora.exclude_modules:
-        if not any(re.fullmatch(below(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, known, 'module')}")
+        if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, excludable, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")
-    kept = list(layers_to_adapt(model, lora))
-    adapted = [*kept, *expert_targets(model, lora, beyond), *other_parameters(model, lora)]
+    layers = list(find_layers_to_adapt(model, lora))
+    adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
                 raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
-        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; pass fewer")
-    widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
+        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; remove some")
+    widths = [
+        min(whole_shape(weight))
+        for path in layers
+        for weight in paths[path].parameters(recurse=False)
+        if weight.dim() == 2
+    ]
     if widths and lora.r > max(widths) and not lora.adapter_path:
         raise UserError(
             f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, and a higher rank adds "
@@ -139,17 +147,17 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         )
 
 
-def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return PEFT's `exclude_modules`, a pattern of full paths that get no adapter, or None."""
-    patterns = [below(name) for name in lora.exclude_modules]
+def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
+    """Return PEFT's `exclude_modules`, a pattern of the full paths without an adapter, or None."""
+    patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
-        patterns.append(below("experts"))  # each expert is a module
+        patterns.append(build_subtree_pattern("experts"))  # experts that are modules
     patterns += filter(None, [_build_pattern(find_unadapted_towers(model, lora))])
-    left_out = find_untrainable_layers(model)
+    excluded = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
-        left_out |= _find_excluded_by_default(model)
-    others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
-    patterns += filter(None, [_build_pattern(list(left_out), others)])
+        excluded |= _find_excluded_by_default(model)
+    others = {path for path, module in model.named_modules() if _has_matrix_weight(module)} - set(excluded)
+    patterns += filter(None, [_build_pattern(list(excluded), others)])
     return "|".join(patterns) or None
 
 
@@ -157,40 +165,40 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
-    beyond, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
+    outside_text, reasons = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = find_refused_names(model, {path.rpartition(".")[2] for path in linear})
-    found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
-    return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
+    reasons |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
+    return {path: reason for path, reason in reasons.items() if not (outside_text and re.fullmatch(outside_text, path))}
 
 
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
-    """Return the paths of linear layers that `all-linear` does not include, with the reason."""
+    """Return the paths of linear layers that `all-linear` does not adapt, with the reason."""
     routers = {name.removesuffix(".weight") for name in router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = dict.fromkeys(_custom_linears(model), "compute more than a product, such as a choice of experts")
-    return found | dict.fromkeys(sorted(routers & linear - set(found)), CHOOSES_EXPERTS)
+    reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a product, as routers do")
+    return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), IS_ROUTER)
 
 
-def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return a message for each reason why targeted linear layers have no adapter."""
+def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
+    """Return one message per reason why targeted linear layers have no adapter."""
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
-    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_unadapted_towers(base, lora)
+    excluded, towers = "|".join(map(build_subtree_pattern, lora.exclude_modules)), find_unadapted_towers(base, lora)
     special = (_find_excluded_by_default(base) if all_linear else {}) | find_untrainable_layers(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
             continue
-        if module is output_layer(base):
+        if module is find_output_layer(base):
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
             reasons["outside the language model, never sees text"].append(tower)
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
         elif hasattr(base, "usual_targets"):
-            reasons["outside of attention and feed-forward; lora.target_modules can name them"].append(path)
+            reasons["outside attention and feed-forward; lora.target_modules can name them"].append(path)
         elif path in special:
             reasons[special[path]].append(path)
         elif not lora.experts and "experts" in path.split("."):
@@ -200,47 +208,47 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     return [f"without adapter: {_summarize_names(paths)}: {reason}" for reason, paths in reasons.items()]
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def _has_matrix_weight(module: nn.Module) -> bool:
     """Return whether a module has a matrix: a linear layer, embedding, convolution, router or experts."""
-    return any(len(model_shape(own)) > 1 for own in module.parameters(recurse=False))
+    return any(len(model_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
 def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers that have no adapter and are not trained, in full or in part."""
+    """Yield the linear layers that have no adapter and are not trained."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
     from transformers.pytorch_utils import Conv1D
 
-    taken: list[str] = []
+    adapted: list[str] = []
     for path, module in base.named_modules():
-        if any(path.startswith(f"{parent}.") for parent in taken):
+        if any(path.startswith(f"{parent}.") for parent in adapted):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            # An adapter on experts wraps their module, with everything else in it.
+            # The adapter of experts wraps their module, which may contain further layers.
             is_layer = isinstance(getattr(module, "base_layer", nn.Linear), nn.Linear | Conv1D | nn.Embedding)
-            whole = is_layer or isinstance(module, AuxiliaryTrainingWrapper)
-            taken += [path] if whole else [f"{path}.lora_A", f"{path}.lora_B"]
+            is_adapted = is_layer or isinstance(module, AuxiliaryTrainingWrapper)
+            adapted += [path] if is_adapted else [f"{path}.lora_A", f"{path}.lora_B"]
         elif isinstance(module, nn.Linear | Conv1D):
             yield path.replace(".base_layer", ""), module
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the towers and projectors that get no adapter: with `vision.train: lora`, those of audio."""
-    found = find_non_text_modules(model)
-    return [path for path in found if "audio" in path] if lora.image_parts == "lora" else found
+    """Return the paths of towers and projectors without an adapter: only audio with `vision.train: lora`, else all."""
+    towers = find_non_text_modules(model)
+    return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings; of a list, those of its entries."""
-    towers, found = tuple(find_non_text_modules(model)), list[str]()
+    """Return the paths of the modules that map image features to embeddings; a ModuleList counts as its entries."""
+    towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
-            found += (
+            projectors += (
                 [f"{path}.{name}" for name, _ in module.named_children()]
                 if isinstance(module, nn.ModuleList)
                 else [path]
             )
-    return found
+    return projectors
 
 
 def find_non_text_modules(model: Any) -> list[str]:
@@ -248,24 +256,24 @@ def find_non_text_modules(model: Any) -> list[str]:
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    inner = next(path for path, module in model.named_modules() if module is embedding).rpartition(".")[0]
-    outer: list[str] = []
+    text_path = next(path for path, module in model.named_modules() if module is embedding).rpartition(".")[0]
+    outside: list[str] = []
     for path, module in model.named_modules():
-        is_text = not path or path == inner or path.startswith(f"{inner}.") or inner.startswith(f"{path}.")
+        is_text = not path or path == text_path or path.startswith(f"{text_path}.") or text_path.startswith(f"{path}.")
         holds_head = any(module is head for module in module.modules())
-        if not is_text and not holds_head and not any(path.startswith(f"{parent}.") for parent in outer):
-            outer.append(path)
-    return outer
+        if not is_text and not holds_head and not any(path.startswith(f"{parent}.") for parent in outside):
+            outside.append(path)
+    return outside
 
 
-def _custom_linears(model: nn.Module) -> list[str]:
-    """Return the paths of nn.Linear subclasses, such as routers, that do not compute x W^T + b."""
+def _find_custom_linears(model: nn.Module) -> list[str]:
+    """Return the paths of nn.Linear subclasses that do not compute x W^T + b, such as routers."""
     linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
     return [path for path, module in linear if not is_quantised(module.weight) and not is_linear(module)]
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Return a regular expression for these paths and all below, for every layer index unless `others` would match."""
+    """Build a pattern for these paths and all below; generalize layer indices unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)
@@ -278,20 +286,20 @@ def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None
 
 
 def _is_target(path: str, lora: LoraSection) -> bool:
-    return any(is_named(name, path) for name in lora.target_modules)
+    return any(matches_path(name, path) for name in lora.target_modules)
 
 
-def _suggest(name: str, paths: set[str], what: str) -> str:
-    """Describe that a name matches nothing, with a suggestion and the existing names."""
-    words = {word for path in paths for word in path.split(".") if not word.isdigit()}
+def _suggest(name: str, paths: set[str], kind: str) -> str:
+    """Return the problem with a name that matches nothing, a similar name, and the existing names."""
+    names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
-    nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
+    nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
     hint = f"did you mean {nearest[0]}? Available" if nearest else "available"
-    return f"matches no {what} of this model; {hint}: {_summarize_names(paths)}"
+    return f"matches no {kind} of this model; {hint}: {_summarize_names(paths)}"
 
 
 def _summarize_names(paths: Any) -> str:
-    """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
+    """Summarize paths by their last name with a count: `k_proj (32), q_proj (32)`."""
     counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")

@@ -1,6 +1,6 @@
-"""The safetensors files of a model or an adapter, and errors for invalid ones.
+"""The safetensors files of a model or adapter.
 
-Names and shapes come from the headers, a few kilobytes; tensors are read on demand.
+Names and shapes come from the headers, which are a few kilobytes; tensors are read on demand.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ INDEX = f"{STEM}.safetensors.index.json"
 # First bytes of other formats found in files named *.safetensors.
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not the weights; run `git lfs pull` there"),
-    (b"GGUF", "is a GGUF file; use the model that it was converted from"),
+    (b"GGUF", "is a GGUF file; use the model it was converted from"),
     (b"PK\x03\x04", "is a pickle file; only safetensors are loaded, convert it first"),
     (b"\x80\x02", "is a pickle file; only safetensors are loaded, convert it first"),
     (b"<", "is a web page, not the weights; download it again"),
@@ -26,22 +26,23 @@ OTHER_FORMATS = (
 
 
 class Index(BaseModel):
-    """The contents of `model.safetensors.index.json`: the file of each tensor."""
+    """The contents of `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
+    """File name by tensor name."""
 
 
 class SafetensorsFiles:
-    """All tensors of a model's safetensors files by name, each read on demand."""
+    """The tensors of a model's safetensors files by name, read on demand."""
 
     def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
-        """Read the headers of files that begin with `stem`. Raises UserError if there are none or one is damaged."""
+        """Read the headers of all files that begin with `stem`. Raises UserError if one is missing or damaged."""
         self._setting = f"base_model={base_model}"
-        folder = _checkpoint_folder(base_model, section)
+        folder = _find_folder(base_model, section)
         self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in find_weight_files(folder, self._setting, stem=stem):
-            headers = _headers(file, self._setting)
+            headers = _read_headers(file, self._setting)
             self._headers |= headers
             self._files |= dict.fromkeys(headers, file)
 
@@ -66,21 +67,21 @@ class SafetensorsFiles:
 
 
 def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
-    """Raise UserError for the first stored tensor with values that are not finite, stored or in `dtype`."""
+    """Raise UserError for the first tensor with non-finite values, as stored or in `dtype`."""
     for name, kind in files.types().items():
         if not kind.startswith(("F", "BF")):
             continue
         stored = files.read(name).float()
-        own = stored if kind.startswith("F8") else stored.to(dtype)
-        if bad := int((~torch.isfinite(own)).sum()):
-            what, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
+        converted = stored if kind.startswith("F8") else stored.to(dtype)
+        if count := int((~torch.isfinite(converted)).sum()):
+            problem, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
             if not torch.isfinite(stored).all():
-                what, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
-            raise UserError(f"{setting}: {bad:,} of {own.numel():,} values of {name} are {what}; {fix}")
+                problem, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
+            raise UserError(f"{setting}: {count:,} of {stored.numel():,} values of {name} are {problem}; {fix}")
 
 
 def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
-    """Return the files from which transformers or diffusers loads a model: one, or those in the index.
+    """Return the weight files that transformers or diffusers would load: a single file, or those in the index.
 
     Raises UserError, beginning with `setting`, if files are missing.
     """
@@ -93,29 +94,31 @@ def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[P
         if not others:
             raise UserError(f"{setting}: no .safetensors file; only safetensors are loaded, convert it first")
         raise UserError(
-            f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy what is missing from the model"
+            f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy the missing file from the model"
         )
-    named = _read_index(index, setting)
-    missing = [name for name in named if not (folder / name).exists()]
+    names = _read_index(index, setting)
+    missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise UserError(
-            f"{setting}: {missing[0]}, listed in {index.name}, is missing ({len(missing)} of {len(named)} files are "
+            f"{setting}: {missing[0]}, listed in {index.name}, is missing ({len(missing)} of {len(names)} files are "
             "missing); download or copy the model again"
         )
-    return [folder / name for name in named]
+    return [folder / name for name in names]
 
 
 def _read_index(index: Path, setting: str) -> list[str]:
     try:
-        named = sorted(set(read_json(index, Index).weight_map.values()))
+        names = sorted(set(read_json(index, Index).weight_map.values()))
     except UnreadableFile as error:
         raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
-    if outside := next((name for name in named if Path(name).is_absolute() or ".." in Path(name).parts), None):
-        raise UserError(f"{setting}: {index.name} lists {outside}, outside of its folder; copy the file into it")
-    return named
+    if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):
+        raise UserError(
+            f"{setting}: {index.name} lists {outside}, which is outside its folder; copy that file into the folder"
+        )
+    return names
 
 
-def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _read_headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         entries, _, _ = read_safetensors_header(file)
     except UnreadableFile as error:
@@ -127,14 +130,14 @@ def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
-    except OSError:  # a folder, or without permission
+    except OSError:  # a folder, or no permission
         begin = b""
     kinds = (kind for first, kind in OTHER_FORMATS if begin.startswith(first))
     return next(kinds, f"{error.problem}; download or copy it again")
 
 
 def has_local_weights(base_model: str, section: ModelSection) -> bool:
-    """Return whether the weights are in a folder or the hub's cache, so that headers can be read without a download."""
+    """Return whether the weights are in a folder or the hub's cache, so that no download is needed."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(base_model).is_dir():
@@ -147,12 +150,13 @@ def has_local_weights(base_model: str, section: ModelSection) -> bool:
     return all((Path(index).parent / name).exists() for name in _read_index(Path(index), f"base_model={base_model}"))
 
 
-def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
+def _find_folder(base_model: str, section: ModelSection) -> Path:
     if Path(base_model).is_dir():
         return Path(base_model)
     from huggingface_hub import snapshot_download
 
     # Other .safetensors files, as in Mistral's repositories, duplicate the weights.
     patterns = ["model*.safetensors", INDEX, "config.json"]
-    found = snapshot_download(base_model, revision=section.revision, allow_patterns=patterns, ignore_patterns=["*/*"])
-    return Path(found)
+    return Path(
+        snapshot_download(base_model, revision=section.revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+    )

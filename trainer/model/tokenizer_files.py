@@ -1,6 +1,6 @@
-"""The files of a tokenizer as bytes, which are written unchanged with every checkpoint.
+"""The files of a tokenizer, written with every checkpoint.
 
-An unmodified tokenizer keeps the files of its base, byte for byte: transformers 5 may save the class name
+The files of an unmodified tokenizer are copied from its source, because transformers 5 may save the class name
 `TokenizersBackend` and a list of special tokens, which transformers 4 and servers that use it cannot load.
 """
 
@@ -18,31 +18,31 @@ from trainer.config import ModelSection, UserError
 from trainer.config.files import parse_json, read_bytes
 from trainer.model.base import load_tokenizer
 
-SETTINGS = "tokenizer_config.json"
-NAMES = (
-    SETTINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    CONFIG_FILE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
     "merges.txt",
 )  # fmt: skip
 """Files from which a tokenizer can be loaded."""
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of processors of images and videos."""
-LOCAL_SETTINGS = ("is_local", "local_files_only", "name_or_path")
-"""Settings in which transformers records where it loaded a tokenizer from."""
+SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
+"""Settings in which transformers records the source of a tokenizer."""
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: those it was loaded from, if they still describe it.
+    """Return the content of a tokenizer's files by name: its source files, if they still describe it.
 
-    `revision` is the revision of its repository on the hub.
+    `revision` is that of its repository on the hub.
     """
-    processors = _source_files(tokenizer.name_or_path, revision, PROCESSORS)
+    processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     try:
-        own = _make_portable(_source_files(tokenizer.name_or_path, revision))
-        if own and _identity(_load(own)) == _identity(tokenizer):
-            return own | processors
+        sources = _make_portable(_read_source_files(tokenizer.name_or_path, revision))
+        if sources and _describe(_load(sources)) == _describe(tokenizer):
+            return sources | processors
     except UserError:
-        pass  # files that need custom code, or more files than are copied
+        pass  # it needs custom code, or more files than TOKENIZER_FILES
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())
@@ -56,41 +56,41 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def _source_files(source: str, revision: str | None, names: Sequence[str] = NAMES) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+def _read_source_files(source: str, revision: str | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
     for name in names if source else ():
         path: Any = Path(source, name)
         if not Path(source).is_dir():
             with suppress(HFValidationError):
                 path = try_to_load_from_cache(source, name, revision=revision)
-        if isinstance(path, str | Path):  # otherwise the cache knows that the repository has no such file
+        if isinstance(path, str | Path):  # otherwise the repository has no such file
             with suppress(FileNotFoundError):
-                found[name] = read_bytes(Path(path))
-    return found
+                files[name] = read_bytes(Path(path))
+    return files
 
 
 def _load(files: Mapping[str, bytes]) -> Any:
-    """Load the tokenizer as a run does: from a folder without the model's config.json."""
+    """Load a tokenizer from its files alone, without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
         return load_tokenizer(folder, ModelSection())
 
 
-def _identity(tokenizer: Any) -> tuple[Any, ...]:
+def _describe(tokenizer: Any) -> tuple[Any, ...]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    kept = {name: value for name, value in backend.items() if name not in ("padding", "truncation")}
+    settings = {name: value for name, value in backend.items() if name not in ("padding", "truncation")}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return kept, special, tokenizer.chat_template
+    return settings, special, tokenizer.chat_template
 
 
 def _make_portable(files: dict[str, bytes]) -> dict[str, bytes]:
     """Rewrite settings that only transformers 5 can load, and drop local paths."""
-    settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
-    kept = {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
-    if kept.get("tokenizer_class") == "TokenizersBackend":
-        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(kept.get("extra_special_tokens"), list):
-        kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
-    if kept == settings:
+    settings: dict[str, Any] = parse_json(files[CONFIG_FILE], Path(CONFIG_FILE)) if CONFIG_FILE in files else {}
+    portable = {name: value for name, value in settings.items() if name not in SOURCE_SETTINGS}
+    if portable.get("tokenizer_class") == "TokenizersBackend":
+        portable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(portable.get("extra_special_tokens"), list):
+        portable["additional_special_tokens"] = portable.pop("extra_special_tokens")
+    if portable == settings:
         return files
-    return files | {SETTINGS: (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()}
+    return files | {CONFIG_FILE: (json.dumps(portable, indent=2, ensure_ascii=False) + "\n").encode()}

@@ -1,7 +1,7 @@
-"""Check that the stored weights fit the model in config.json: none missing, misshapen or left over.
+"""Check that the stored weights are those that config.json describes, with the right shapes.
 
-transformers initialises missing weights at random and only logs it. Here its own loading, with its renamings, fused
-experts, tied weights and ignored names, runs on meta tensors before anything is loaded.
+transformers initializes missing weights at random and only logs it. Here its loading code, with its renamings, fused
+experts, tied weights and ignored names, runs on meta tensors before any weight is read.
 """
 
 import re
@@ -15,33 +15,33 @@ from torch import nn
 
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE, has_score, is_mxfp4
-from trainer.model.mxfp4 import full_precision, unpacked_shapes
+from trainer.model.mxfp4 import check_mxfp4_shapes, strip_quantization
 from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
-from trainer.model.stored_fp8 import SAME_MODEL, plain_shapes, scales_by_weight
+from trainer.model.stored_fp8 import SAME_MODEL_FIX, check_fp8_shapes, find_scales
 from trainer.model.stored_layout import BLOCKS, SCALES
-from trainer.model.stored_settings import kept_form
+from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
     """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantised in a way
-    not declared in config.json, or whole layers are unused.
+    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantized without a
+    declaration in config.json, or whole layers are unused.
     """
-    form = kept_form(model_config)
+    form = find_stored_form(model_config)
     if isinstance(form, FourBitForm):
         stored = FourBitFiles(files, form, setting).shapes()
     elif form is not None:
-        stored = plain_shapes(setting, files, form)
+        stored = check_fp8_shapes(setting, files, form)
     else:
         _check_types(setting, files)
-        stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
-    model_config = full_precision(model_config)
+        stored = check_mxfp4_shapes(setting, files.shapes(), declared=is_mxfp4(model_config))
+    model_config = strip_quantization(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with suppress_loading_output():
         try:
-            model, found = model_class.from_pretrained(
+            model, info = model_class.from_pretrained(
                 None,
                 config=model_config,
                 state_dict=tensors,
@@ -52,45 +52,47 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
             raise UserError(
-                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL}, or "
+                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL_FIX}, or "
                 "download it again"
             ) from None
-    return judge_loading(setting, model, found)
+    return check_loading_info(setting, model, info)
 
 
-def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
+def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
     """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
-        # A language model has an output head instead.
-        found = found | {
-            "missing_keys": set(found["missing_keys"]) - {SCORE},
-            "unexpected_keys": set(found["unexpected_keys"]) - {"lm_head.weight"},
+        # The checkpoint of a language model has an output head instead of a score head.
+        info = info | {
+            "missing_keys": set(info["missing_keys"]) - {SCORE},
+            "unexpected_keys": set(info["unexpected_keys"]) - {"lm_head.weight"},
         }
-    extra = _describe_extra_layers(model, found["unexpected_keys"])
-    if found["missing_keys"]:
-        first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
+    extra = _describe_extra_layers(model, info["unexpected_keys"])
+    if info["missing_keys"]:
+        first, count = min(info["missing_keys"], key=_natural_sort_key), len(info["missing_keys"])
         raise UserError(
-            f"{setting}: {count} of the {expected} weights of {name} as config.json describes it are in none of its "
-            f"files (first: {first}) and would be random; {SAME_MODEL}, or download it again"
+            f"{setting}: {count} of the {expected} weights that config.json describes for {name} are missing "
+            f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download it again"
         )
-    if found["mismatched_keys"]:
-        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
-        first, has, wanted = wrong[0]
+    if info["mismatched_keys"]:
+        wrong = sorted(info["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
+        first, shape, expected_shape = wrong[0]
         raise UserError(
             f"{setting}: {len(wrong)} of {expected} weights do not fit config.json (first: {first} has shape "
-            f"{tuple(has)}, config.json says {tuple(wanted)}); take both from the same model"
+            f"{tuple(shape)}, config.json says {tuple(expected_shape)}); take both from the same model"
         )
     if extra:
-        raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
-    left = sorted(found["unexpected_keys"], key=_natural_sort_key)
-    return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
+        raise UserError(f"{setting}: config.json describes {extra}, which would not be loaded; {SAME_MODEL_FIX}")
+    unused = sorted(info["unexpected_keys"], key=_natural_sort_key)
+    return (
+        [f"{len(unused)} stored tensors are not part of {name} and are ignored (first: {unused[0]})"] if unused else []
+    )
 
 
 def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """Describe surplus stored layers (`2 layers in model.layers, and the files have 3`); empty if there are none.
+    """Describe surplus stored layers (`2 layers in model.layers, but the files have 1 more`); empty if there are none.
 
-    Models trained with multi-token prediction store extra layers after their own, which are allowed.
+    The extra layers of multi-token prediction are allowed.
     """
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     allowed = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
@@ -99,26 +101,26 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
     for name in unexpected:
         for match in re.finditer(r"\.(\d+)\.", name):
             path = name[: match.start()]
-            for known, length in lists.items():
-                if (known == path or known.endswith(f".{path}")) and int(match[1]) >= length:
-                    beyond[known].add(int(match[1]))
+            for list_path, length in lists.items():
+                if (list_path == path or list_path.endswith(f".{path}")) and int(match[1]) >= length:
+                    beyond[list_path].add(int(match[1]))
     for path, indices in beyond.items():
         if len(indices) > allowed:
-            return f"{lists[path]} layers in {path}, and the files have {len(indices)}"
+            return f"{lists[path]} layers in {path}, but the files have {len(indices)} more"
     return ""
 
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
-    if scales := scales_by_weight(files):
+    if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
-        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL}")
+        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL_FIX}")
     for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
             raise UserError(
-                f"{setting}: {name} is stored in 8 bits or less ({kind}), but others are not; use the full-precision "
-                "model that it was made from"
+                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike others; use the full-precision model "
+                "it was made from"
             )
 
 

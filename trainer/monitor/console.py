@@ -1,8 +1,8 @@
-"""The console for zerolora's own output, separate from the output of libraries.
+"""Keep zerolora's console output separate from the output of libraries.
 
-A rank's file descriptors 1 and 2 are redirected to `logs/rank-N.log` before anything heavy is imported, so that all
-prints, warnings, log records and messages of C++ and NCCL end there. Only the Console that `open_console` returns
-still reaches the terminal, and only on rank 0.
+A rank's file descriptors 1 and 2 are redirected to `logs/rank-N.log` before heavy imports, so that all prints,
+warnings, log records and messages of C++ and NCCL go there. Only the Console returned by `open_console` still reaches
+the terminal, and only on rank 0.
 """
 
 import errno
@@ -20,15 +20,15 @@ from rich.markup import escape
 from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
-READER_PATIENCE_S = 10.0
+READER_TIMEOUT_S = 10.0
 MAX_REPEATED = 10
-"""Warnings printed again at the end of a run."""
+"""Maximum number of warnings printed again at the end of a run."""
 
 
 class _Screen:
-    """A text stream to the terminal that switches to the log once the terminal cannot be written.
+    """A text stream to the terminal that switches to the log once writing to the terminal fails.
 
-    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not stop a run of many hours.
+    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not stop a run.
     """
 
     encoding = "utf-8"
@@ -65,34 +65,38 @@ def open_console(
     """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
     Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which counts as a terminal of `width`
-    columns if `terminal` is set; other ranks write to their log. Call it once, before importing torch.
+    columns if `terminal` is set. Other ranks write to their log. Call this once, before importing torch.
 
     Raises OSError if the log or `console_path` cannot be opened.
     """
     screen_fd = _open_screen(console_path) if rank == 0 else None
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    _redirect_output(log_path)
+    append_output_to(log_path)
+    # Open new line-buffered streams: the old ones buffer blocks if they were opened on a pipe.
+    sys.stdout = forgiving_stream(1)
+    sys.stderr = forgiving_stream(2, "backslashreplace")
+    faulthandler.enable(file=sys.stderr)
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
     if screen_fd is None:
         return _console(_Screen(1, terminal=False), LOG_WIDTH)
     is_terminal = os.isatty(screen_fd) if console_path is None else terminal
     if width is None:
-        # Query the terminal itself: rich would query descriptors 0 to 2, and two of them are the log by now.
+        # Query the terminal itself: rich would query descriptors 0 to 2, two of which are the log now.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
     return _console(_Screen(screen_fd, terminal=is_terminal), width)
 
 
 class Output:
-    """Prints the lines of a run on rank 0: all of them into its log, and on the console what a user needs.
+    """Prints the lines of a run on rank 0: all to its log, and those that users need to the console.
 
-    Until `is_starting` is cleared at the first step, the console shows warnings and the lines passed to `show`; with
-    `verbose` it shows everything. A line that begins with `[yellow]` or `warning:` is a warning.
+    Until `is_starting` is cleared at the first step, the console shows only warnings and lines passed to `show`, or all
+    lines if `verbose`. A line that begins with `[yellow]` or `warning:` is a warning.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
-        """With a `name`, each line begins with it."""
+        """Begin each line with `name`, if it is not empty."""
         self._name = f"{escape(name)}: " if name else ""
         self.console, self._is_main, self._verbose = console, is_main, verbose
         self.is_starting = True
@@ -108,18 +112,18 @@ class Output:
         self._print(line, shown=is_warning or self._verbose or not self.is_starting)
 
     def show(self, line: str) -> None:
-        """Print a line that the console shows even before the first step."""
+        """Print a line to the console even before the first step."""
         self._print(line, shown=True)
 
     def repeat_warnings(self) -> None:
-        """Print the run's warnings again, since the step lines have scrolled them out of sight."""
-        found = self.warnings
-        if found:
-            self.show(f"{len(found)} warning{'s' * (len(found) > 1)} of this run:")
-        for line in found[:MAX_REPEATED]:
-            self._print(line, shown=True)
-        if len(found) > MAX_REPEATED:
-            self.show(f"... and {len(found) - MAX_REPEATED} more, in logs/rank-0.log")
+        """Print the warnings again, since the lines of steps have scrolled them out of sight."""
+        count = len(self.warnings)
+        if count:
+            self.show(f"{count} warning{'s' * (count > 1)} of this run:")
+        for line in self.warnings[:MAX_REPEATED]:
+            self.show(line)
+        if count > MAX_REPEATED:
+            self.show(f"... and {count - MAX_REPEATED} more, in logs/rank-0.log")
 
     def _print(self, line: Any, *, shown: bool) -> None:
         if self._name and isinstance(line, str):
@@ -128,18 +132,18 @@ class Output:
         has_log = isinstance(screen, _Screen)
         if self._is_main and (shown or (has_log and screen.fileno() == 1)):
             self.console.print(line, soft_wrap=True)
-        # Descriptor 1 is the log: a console without a terminal, also since this line, has already written there.
+        # A console without a terminal, perhaps since this line, has already written to the log, which is descriptor 1.
         if self._is_main and has_log and screen.fileno() != 1:
             _console(sys.stdout, LOG_WIDTH).print(line, soft_wrap=True)
 
 
 def warn(console: Console, message: str) -> None:
-    """Print a warning, unwrapped so that it can be searched for in a log."""
+    """Print a warning without wrapping, so that logs can be searched for it."""
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
 def report_to_torchrun(error: Exception) -> None:
-    """Under torchrun, record the error in the file from which torchrun prints the failed rank's traceback."""
+    """Under torchrun, record the error in the file from which it prints the failed rank's traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -147,7 +151,7 @@ def report_to_torchrun(error: Exception) -> None:
 
 
 def _console(screen: _Screen | TextIO, width: int) -> Console:
-    # A terminal of unknown size reports 0 columns.
+    # Terminals of unknown size report 0 columns.
     return Console(
         file=cast(TextIO, screen),
         width=width or LOG_WIDTH,
@@ -159,15 +163,15 @@ def _console(screen: _Screen | TextIO, width: int) -> Console:
 
 
 def _open_screen(console_path: str | None) -> int | None:
-    """Return the descriptor for zerolora's output, or None (use the log) for a FIFO without a reader."""
+    """Return the descriptor for zerolora's output; None, for the log, if a FIFO has no reader."""
     if console_path is None:
         return os.dup(1)
     if not os.path.exists(console_path) or not stat.S_ISFIFO(os.stat(console_path).st_mode):
         return os.open(console_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + READER_PATIENCE_S
+    deadline = time.monotonic() + READER_TIMEOUT_S
     while True:
         try:
-            # A blocking open would wait forever for a reader that has died.
+            # A blocking open would wait forever if the reader has died.
             fd = os.open(console_path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno != errno.ENXIO:
@@ -181,18 +185,10 @@ def _open_screen(console_path: str | None) -> int | None:
 
 
 def append_output_to(log: Path) -> None:
-    """Redirect this process's stdout and stderr to the end of a file."""
+    """Append this process's stdout and stderr to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _redirect_output(log_path: Path) -> None:
-    append_output_to(log_path)
-    # New line-buffered streams on 1 and 2: the old ones buffer blocks if they were opened on a pipe.
-    sys.stdout = forgiving_stream(1)
-    sys.stderr = forgiving_stream(2, "backslashreplace")
-    faulthandler.enable(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress of a run on the console: aligned lines, and on a terminal a bar below some of them."""
+"""Show the progress of a run on the console: aligned lines, and a bar on terminals."""
 
 import math
 import time
@@ -15,7 +15,7 @@ REFRESH_S = 0.1
 SPEED_WINDOW = 50
 SHORTEST_BAR, LONGEST_BAR = 4, 40
 LINES_WITH_BAR = 20
-"""Lines of steps that stay above the bar, over the whole run."""
+"""Number of step lines in a run that are printed above the bar."""
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
@@ -29,7 +29,7 @@ class Display:
         self._console = console
         self._mode = mode
         self._total = total_steps
-        # From the end of the first step, which compiles and warms up.
+        # Starts after the first step, which compiles and warms up.
         self._step_times: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
         self._progress: Progress | None = None
         self._bar = BarColumn(complete_style="cyan", finished_style="green")
@@ -42,8 +42,8 @@ class Display:
         if "eval/loss" in values:
             self._print(f"{head}  held-out {format_evaluation(values)}")
             return
-        stays = step in (1, self._total) or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0
-        if "train/loss" in values and (self._mode == "lines" or stays):
+        is_printed = step in (1, self._total) or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0
+        if "train/loss" in values and (self._mode == "lines" or is_printed):
             self._record_time(step)
             left = [f"{self._time_left():>8} left"] if self._mode == "lines" else []
             self._print("  ".join([head, *left, *format_step(values, detailed=True)]))
@@ -56,13 +56,13 @@ class Display:
         if self._progress is None:
             self._progress = self._start_bar()
         head, left = f"{step}/{self._total}", f"{self._time_left()} left"
-        # Words that do not fit next to the shortest bar are dropped, last first; the bar takes the remaining width.
+        # Drop values that do not fit next to the shortest bar, last first; the bar takes the remaining width.
         room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
         text = ""
-        for word in format_step(values, detailed=False):
-            if len(text) + len(word) + 2 > room:
+        for part in format_step(values, detailed=False):
+            if len(text) + len(part) + 2 > room:
                 break
-            text += f"  {word}"
+            text += f"  {part}"
         self._bar.bar_width = min(LONGEST_BAR, SHORTEST_BAR + room - len(text))
         task = self._progress.task_ids[0]
         self._progress.update(task, completed=step, head=head, text=f"{text}  {left}".strip())
@@ -75,8 +75,7 @@ class Display:
         self._mode = "off"
 
     def _start_bar(self) -> Progress:
-        # No refresh thread, because the loop refreshes. No redirection, because sys.stdout is the log, where prints of
-        # libraries must stay.
+        # The loop refreshes, so no thread is needed. sys.stdout stays the log, for the prints of libraries.
         progress = Progress(
             TextColumn("{task.fields[head]}"),
             self._bar,
@@ -88,7 +87,7 @@ class Display:
         )
         progress.add_task("", total=self._total, head="", text="")
         progress.start()
-        # rich hides the cursor until `stop`, which a killed process never reaches.
+        # rich hides the cursor until `stop`, which a killed process does not reach.
         self._console.show_cursor(True)
         return progress
 
@@ -97,7 +96,7 @@ class Display:
             self._step_times.append((time.monotonic(), step))
 
     def _time_left(self) -> str:
-        """Format the remaining steps x the mean time of the last steps, evaluations included."""
+        """Format the remaining time, from the mean time of the last steps including evaluations."""
         if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return "-:--:--"
         (time_then, step_then), (time_now, step_now) = self._step_times[0], self._step_times[-1]
@@ -109,22 +108,22 @@ class Display:
 
 
 def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
-    """Format the metrics of a step, most important first: in fixed widths for a line if `detailed`, else short."""
-    # The throughput of the whole job if it is known, that of one GPU otherwise.
+    """Format the metrics of a step, most important first: aligned for a line if `detailed`, else short for the bar."""
+    # Show the throughput of the whole job if it is known, otherwise that of one GPU.
     per_gpu = "perf/tokens_per_second" not in values
-    words = [
+    parts = [
         text.format(values[name])
         for name, text in (LINE_FORMATS if detailed else BAR_FORMATS).items()
         if name in values and (per_gpu or name != "perf/tokens_per_second_per_gpu")
     ]
     if "scu/s_ratio" in values:
         target = f"/{values['scu/target']:.2%}" if "scu/target" in values else " %"
-        words.append(f"S {100 * values['scu/s_ratio']:.2f}{target}")
+        parts.append(f"S {100 * values['scu/s_ratio']:.2f}{target}")
     if "scu/kl_bits" in values:
-        words.append(f"K {values['scu/kl_bits']:.3f}/{values.get('scu/target', 0.0):g} bits")
+        parts.append(f"K {values['scu/kl_bits']:.3f}/{values.get('scu/target', 0.0):g} bits")
     if "scu/lambda" in values:
-        words.append(f"λ {values['scu/lambda']:.3g}")
-    return words
+        parts.append(f"λ {values['scu/lambda']:.3g}")
+    return parts
 
 
 def format_evaluation(values: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What follows the steps of a run: the loop calls every hook before, within and after each step."""
+"""Hooks that the training loop calls before, during and after each step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,32 +17,33 @@ from trainer.monitor.console import Output
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.parallel.ranks.progress import PROGRESS
 
-LEAST_SHOWN_S = 0.05
-BEFORE = 100
-"""Number of earlier steps that a loss is compared with."""
-ENOUGH = 20
-SPREADS = 8.0
-FRACTION = 0.2
+MIN_SHOWN_S = 0.05
+HISTORY_STEPS = 100
+"""Number of earlier steps with which a loss is compared."""
+MIN_HISTORY = 20
+"""Fewest earlier losses to compare with, and fewest steps between two warnings."""
+SPIKE_STDS = 8.0
+SPIKE_FRACTION = 0.2
 MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step after its numbers have arrived from the device."""
+    """The results of a step, once they are on the host."""
 
     number: int
     loss: float
     grad_norm: float
     seconds: float
     is_logged: bool
-    """Whether its metrics go to metrics.jsonl; the same on every rank."""
+    """Whether its metrics are logged; the same on every rank."""
 
 
 class Hook:
-    """Does nothing; each hook overrides what it needs. All ranks call hooks in the same order, so they may communicate.
+    """Base class that does nothing. All ranks call hooks in the same order, so hooks may communicate.
 
-    Only `finish` is not called for a run that fails.
+    `finish` is not called if the run fails.
     """
 
     def before_step(self, step: int) -> None:
@@ -52,14 +53,14 @@ class Hook:
         """Called with this rank's micro-batches of a step, again if the step is repeated with smaller ones."""
 
     def after_launch(self, step: int) -> None:
-        """Called when the step is launched; on a GPU its numbers are not known yet."""
+        """Called when the step is launched; on a GPU its results are not known yet."""
 
     def after_step(self, step: FinishedStep) -> Mapping[str, float]:
-        """Return metrics of a finished step; on a GPU called when the next one is launched."""
+        """Return metrics of a finished step; on a GPU called after the next one is launched."""
         return {}
 
     def between_steps(self, step: int, settle: Callable[[], None]) -> None:
-        """Called after step `step`; whoever takes long calls `settle`, so that no step is charged for the time."""
+        """Called after a step; slow hooks first call `settle`, so that their time does not count as that of a step."""
 
     def finish(self) -> None:
         """Called after the last step."""
@@ -78,7 +79,7 @@ class FirstGradients(Hook):
 
 
 class StartReport(Hook):
-    """Reports the times of the start at the end of the first step, and logs them with the next metrics."""
+    """Reports the start-up times after the first step, and logs them with the next metrics."""
 
     def __init__(self, say: Output) -> None:
         self._say = say
@@ -88,15 +89,17 @@ class StartReport(Hook):
         if (parts := PROGRESS.end_start()) is not None:
             self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
             self._times["start/total_s"] = sum(parts.values())
-            shown = ", ".join(f"{part} {taken:.1f}" for part, taken in parts.items() if taken >= LEAST_SHOWN_S)
+            shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= MIN_SHOWN_S)
             self._say(f"start        {self._times['start/total_s']:.1f} s: {shown}")
             self._say.is_starting = False
-        found, self._times = (self._times, {}) if step.is_logged else ({}, self._times)
-        return found
+        if not step.is_logged:
+            return {}
+        times, self._times = self._times, {}
+        return times
 
 
 class Samples(Hook):
-    """Generates samples every `every` steps, on every rank, except after the last step."""
+    """Generates samples every `every` steps on every rank, except after the last step."""
 
     def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
         self._sample, self._every, self._total_steps = sample, every, total_steps
@@ -118,51 +121,51 @@ class SkippedRecords(Hook):
 
 
 class History(Protocol):
-    """The recent losses of a run, which checkpoints keep."""
+    """The recent losses of a run, which checkpoints save."""
 
     latest_losses: list[float]
     spikes: int
 
 
 class SpikeWatch(Hook):
-    """Detects losses that exceed the median of the last steps by 8 standard deviations and a fifth of the median."""
+    """Detects losses that exceed the recent median by 8 standard deviations and a fifth of the median."""
 
     def __init__(self, say: Callable[[str], None], history: History) -> None:
         self._say, self._history = say, history
-        self._warned_at = -BEFORE
+        self._warned_at = -HISTORY_STEPS
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        """Count the spikes of the run, and add the step's loss to its history."""
+        """Count spikes, and add the loss to the history."""
         self._history.spikes += self.check(step.number, step.loss, step.grad_norm)
         return {"train/spikes": float(self._history.spikes)}
 
     def check(self, step: int, loss: float, grad_norm: float) -> bool:
-        """Return whether a step's loss is a spike; warn at most once in `ENOUGH` steps."""
-        is_spike, before = False, self._history.latest_losses
-        if len(before) >= ENOUGH:
-            middle = median(before)
-            spread = MAD_TO_STD * median(abs(value - middle) for value in before)
-            is_spike = loss - middle > max(SPREADS * spread, FRACTION * middle)
+        """Return whether the loss of a step is a spike; warn at most once in `MIN_HISTORY` steps."""
+        is_spike, history = False, self._history.latest_losses
+        if len(history) >= MIN_HISTORY:
+            middle = median(history)
+            spread = MAD_TO_STD * median(abs(value - middle) for value in history)
+            is_spike = loss - middle > max(SPIKE_STDS * spread, SPIKE_FRACTION * middle)
             if is_spike:
-                self._warn(step, loss, middle, len(before), grad_norm)
+                self._warn(step, loss, middle, len(history), grad_norm)
         if math.isfinite(loss):
-            before[:] = [*before[-BEFORE + 1 :], loss]
+            history[:] = [*history[-HISTORY_STEPS + 1 :], loss]
         return is_spike
 
     def _warn(self, step: int, loss: float, middle: float, count: int, grad_norm: float) -> None:
-        if step - self._warned_at < ENOUGH:
+        if step - self._warned_at < MIN_HISTORY:
             return
         self._warned_at = step
         self._say(
             f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, where the last {count} had a median of "
             f"{middle:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` shows "
-            "what was trained on"
+            "its data"
         )
 
 
 @replaces("the call of experts, to read its arguments")
 class ExpertLoad(Hook):
-    """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
+    """Counts on the device the training tokens of each expert between two calls of `values`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
@@ -172,11 +175,11 @@ class ExpertLoad(Hook):
 
     @classmethod
     def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """Return None without experts, or if compiled: a hook would break the graph at every layer."""
+        """Return None without experts, or if `compiled`, since hooks break the graph at every layer."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Recomputed layers count twice, which does not change the fractions.
+        # Recomputation counts layers twice, which does not change the fractions.
         if not (experts.training and torch.is_grad_enabled()):
             return
         index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
@@ -188,13 +191,12 @@ class ExpertLoad(Hook):
         visits.scatter_add_(0, flat, torch.ones_like(flat))
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        """Return the metrics of the steps since the last logged one."""
         return self.values() if step.is_logged else {}
 
     def values(self) -> dict[str, float]:
-        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.
+        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), as means over layers.
 
-        Every rank must call it: the counts are summed over the ranks in one all-reduce.
+        A collective call: one all-reduce sums the counts of the ranks.
         """
         if not self._visits:
             return {}

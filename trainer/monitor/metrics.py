@@ -1,6 +1,6 @@
-"""The metrics of a run, written to metrics.jsonl, trackers and the console. Rank 0 only.
+"""Write the metrics of a run to metrics.jsonl, trackers and the console, on rank 0.
 
-A full disk does not stop training: a warning names the disk, and records are kept in memory until there is room again.
+A full disk does not stop training: a warning names the disk, and records stay in memory until there is room again.
 """
 
 import importlib.util
@@ -26,22 +26,22 @@ from trainer.monitor.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 GPU_EVERY_S = 2.0
-"""Least time between readings of the GPU's counters, which take milliseconds."""
+"""Minimum time between readings of the GPU's counters, which take milliseconds."""
 
 
 def check_reporters(logging: LoggingSection) -> None:
-    """Raise UserError if a package named by `logging.report_to` is not installed. Imports nothing heavy."""
+    """Raise UserError if a package in `logging.report_to` is not installed, without importing it."""
     for name in logging.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.report_to={name}: the package {name} is not installed; pip install {name}, or leave it out"
+                f"logging.report_to={name}: the package is not installed; run `pip install {name}`, or remove it"
             )
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """Return the records of `run_dir/metrics.jsonl` in file order, without a last line truncated by a kill.
+    """Return the records of `run_dir/metrics.jsonl` in file order, except a truncated last line.
 
-    Raises UserError if the file is missing or any other line is invalid.
+    Raises UserError if the file is missing or another line is invalid.
     """
     path = run_dir / METRICS_FILE
     try:
@@ -54,7 +54,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
             records += [parse_record(line, path)] if line else []
         except UnreadableFile as error:
             if number < len(lines) or number == 1:
-                problem = f"line {number} does not record a step and its numbers ({error.problem})"
+                problem = f"line {number} is not a record of a step ({error.problem})"
                 raise UserError(f"{path}: {problem}; repair or remove that line") from None
     return records
 
@@ -62,8 +62,8 @@ def read_metrics(run_dir: Path) -> list[Record]:
 class Metrics:
     """Writes the metrics of a run and shows its progress.
 
-    `first_step` optimizer steps are done already (0: a fresh run). On resume, records of the interrupted run after
-    that step are removed from metrics.jsonl and hidden in TensorBoard, so that every step appears once.
+    The run resumes after `first_step` optimizer steps (0 for a fresh run). Records of later steps are removed from
+    metrics.jsonl and hidden in TensorBoard, so that every step appears once.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Metrics:
         before_writing: Callable[[], None] = lambda: None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`before_writing` raises if the folder no longer belongs to this run; `settings` are its configuration."""
+        """Open metrics.jsonl and trackers; `before_writing` raises if the folder no longer belongs to this run."""
         check_reporters(logging)
         self._before_writing, self._console = before_writing, console
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS_FILE
         if self._path.is_file():
             records = read_metrics(run_dir) if first_step else []
-            kept = [record for record in records if (record["step"] or 0) <= first_step]
-            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+            earlier = [record for record in records if (record["step"] or 0) <= first_step]
+            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in earlier))
         self._path.touch()
         self._unwritten = b""
         self._trackers = Trackers(logging, run_dir, settings or {}, console.print, first_step)
@@ -94,7 +94,7 @@ class Metrics:
         self._gpu_read = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step; print a line for a held-out loss, or without a bar for any training loss."""
+        """Record the values of a step, and print a line for it if due."""
         numbers = {key: float(value) for key, value in values.items()}
         if "train/loss" in numbers:
             if time.monotonic() - self._gpu_read > GPU_EVERY_S:
@@ -103,18 +103,18 @@ class Metrics:
         # NaN is not valid JSON, and other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
-        waited = bool(self._unwritten)
+        had_unwritten = bool(self._unwritten)
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **finite}).encode() + b"\n"
         problem = self._write()
-        if problem and not waited:
-            warn(self._console, f"metrics wait for room on the disk, training continues: {problem}")
-        elif waited and not problem:
-            self._console.print(f"metrics are written again; none is missing in {METRICS_FILE}", soft_wrap=True)
+        if problem and not had_unwritten:
+            warn(self._console, f"metrics are kept in memory until the disk has room; training continues: {problem}")
+        elif had_unwritten and not problem:
+            self._console.print(f"metrics are written again; {METRICS_FILE} is complete", soft_wrap=True)
         self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
     def _write(self) -> str | None:
-        """Append the waiting records completely or not at all; return the problem of a full disk."""
+        """Append the unwritten records completely or not at all; return the problem if the disk is full."""
         failures: list[str] = []
         with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0
@@ -128,25 +128,25 @@ class Metrics:
         return failures[0] if failures else None
 
     def log_image(self, step: int, name: str, image: Any) -> None:
-        """Show an image (PIL) in TensorBoard and trackers."""
+        """Log an image (PIL) to TensorBoard and other trackers."""
         self._trackers.log_image(step, f"samples/{name}", image)
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
-        """Update the progress bar; `values` may lack any name. Cheap enough for every step."""
+        """Update the progress bar; cheap enough for every step. `values` may lack any metric."""
         self._display.update(step, values)
 
     def close(self) -> None:
-        """Stop the bar, write the records that wait and close all trackers; may be called twice."""
+        """Stop the bar, write the remaining records and close all trackers; may be called twice."""
         self._display.stop()
         if self._unwritten and (problem := self._write()):
-            warn(self._console, f"the last metrics of this run are not written: {problem}")
+            warn(self._console, f"the last metrics of this run were not written: {problem}")
             self._unwritten = b""
         self._trackers.close()
 
 
 def read_gpu() -> dict[str, float]:
-    """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib (of all processes), if known."""
-    import torch  # readers of metrics.jsonl import this module and need no torch
+    """Return gpu/utilization (percent of time), gpu/power_watts and gpu/memory_gib (of all processes), if known."""
+    import torch  # not needed by readers of metrics.jsonl
 
     values: dict[str, float] = {}
     if torch.cuda.is_available():

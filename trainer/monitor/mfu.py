@@ -1,11 +1,11 @@
-"""Model FLOPs utilization (MFU): the FLOPs of a step over the peak of the GPU.
+"""Compute the model FLOPs utilization (MFU): the FLOPs of a step over the peak of the GPU.
 
 F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
 
 T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the gradient of the input, 2 for
 that of the weight), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
-(causal: half of the square forward, twice that backward). Recomputation, norms, activation functions, the scan of
-state-space layers and the optimizer are not counted; of an MoE layer only the experts that a token visits are.
+(causal: half of the square forward, twice that backward). Not counted: recomputation, norms, activation functions, the
+scan of state-space layers, the optimizer, and experts to which a token is not routed.
 """
 
 import math
@@ -31,7 +31,7 @@ from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
-PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")).tree
+PEAK_TFLOPS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")).tree
 """Dense TFLOP/s by GPU name."""
 
 
@@ -39,11 +39,11 @@ def peak_flops(card: str, precision: str) -> float | None:
     """Return the dense 16-bit FLOP/s of a GPU by name; None for an unknown GPU or 32-bit precision."""
     if precision not in ("bf16", "fp16"):
         return None
-    return next((tera * TERA for name, tera in PEAKS.items() if name in card), None)
+    return next((tera * TERA for name, tera in PEAK_TFLOPS.items() if name in card), None)
 
 
 class StepFlops:
-    """Counts the FLOPs of this rank's micro-batches. The model is inspected once; its weights may be partitioned."""
+    """Counts the FLOPs of this rank's micro-batches; inspects the model, which may be partitioned, once."""
 
     def __init__(self, model: nn.Module) -> None:
         from peft import PeftModel
@@ -53,7 +53,7 @@ class StepFlops:
         config = inner.config.get_text_config()
         self.per_token = self.per_target = 0.0
         self.attention: dict[int | None, int] = {}
-        """{sliding window or None: sum of heads x head size over the layers with that window}."""
+        """Sum of heads x head size over the layers, by sliding window (or None)."""
         for name, module in inner.named_modules():
             if is_attention(module):
                 window = getattr(module, "sliding_window", getattr(config, "sliding_window", None)) or None
@@ -78,7 +78,9 @@ class StepFlops:
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
             heads = 1.0
-            if batch.sequence is not None and batch.cu_seqlens is not None:  # some heads of the whole sequence
+            if (
+                batch.sequence is not None and batch.cu_seqlens is not None
+            ):  # this rank computes some heads of the full sequence
                 positions = torch.cat([torch.arange(length) for length in batch.cu_seqlens.diff().tolist()])
                 weights, heads = torch.ones_like(positions), 1.0 / batch.sequence.size
             for window, width in self.attention.items():
@@ -106,12 +108,12 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is the attention of a layer, whatever the architecture calls it."""
+    """Return whether a module is the attention of a layer, in any architecture."""
     return type(module).__name__.endswith("Attention") and hasattr(module, "head_dim")
 
 
 class MfuMeter(Hook):
-    """`perf/mfu` of this rank's steps; steps may still be running while the next ones are counted."""
+    """Measures `perf/mfu` of this rank; counts the next step while the last one may still run."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops
@@ -125,9 +127,7 @@ class MfuMeter(Hook):
         return cls(StepFlops(model), peak) if peak else None
 
     def with_batches(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """Count the FLOPs of a step."""
         self._flops_by_step[step] = self._flops.count(batches)
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        """Return the metric of a step."""
         return {"perf/mfu": self._flops_by_step.pop(step.number, 0.0) / step.seconds / self._peak}

@@ -19,7 +19,7 @@ STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolo
 
 @replaces("`engine.backward` and `engine.step`, inside named ranges")
 class StepProfiler(Hook):
-    """Profiles every step from `first_step` (counted from 1) until `finish`."""
+    """Profiles all steps from `first_step` (1-based) until `finish`."""
 
     def __init__(self, run_dir: Path, rank: int, first_step: int, engine: object, steering: object | None) -> None:
         self._file = run_dir / FOLDER / f"rank-{rank}.json.gz"
@@ -34,12 +34,11 @@ class StepProfiler(Hook):
     def for_run(
         cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
-        """Return a profiler of the last `steps` steps of a run; None if that is 0."""
+        """Return a profiler of the last `steps` steps of a run, or None if `steps` is 0."""
         first_step = max(1, total_steps - steps + 1)
         return cls(run_dir, rank, first_step, engine, steering) if steps else None
 
     def before_step(self, step: int) -> None:
-        """Begin the range of a step."""
         if step < self._first_step:
             return
         if self._profile is None:
@@ -48,7 +47,7 @@ class StepProfiler(Hook):
         self._range.enter_context(record_function(f"{STEP} {step}"))
 
     def finish(self) -> None:
-        """Stop and write the trace; do nothing if `first_step` was not reached."""
+        """Write the trace, if `first_step` was reached."""
         if self._profile is None:
             return
         self._range.close()

@@ -16,10 +16,10 @@ from trainer.contract.known_versions import replaces, require
 from trainer.model.integer_weights import (
     IntegerForm,
     Integers,
-    adapted_linears,
     check_torchao,
     choose_integer_form,
-    why_not_rounded,
+    explain_not_rounded,
+    find_adapted_linears,
 )
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
@@ -36,9 +36,9 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     setting = f"training.qat={kind}"
     check_torchao(setting)
     for path, layer in model.named_modules():
-        if isinstance(layer, LoraLayer) and (reason := why_not_rounded(layer)):
+        if isinstance(layer, LoraLayer) and (reason := explain_not_rounded(layer)):
             raise UserError(f"{setting}: {path}: {reason}; leave it out with lora.exclude_modules")
-    layers = adapted_linears(model)
+    layers = find_adapted_linears(model)
     widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
     form = choose_integer_form(kind, widths, dtype, setting=setting)
     for layer in layers.values():
@@ -61,6 +61,6 @@ def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
         inner = x.to(base.weight.dtype)
         p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
-        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantise, p).to(x.dtype)
+        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
 
     return forward

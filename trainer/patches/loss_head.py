@@ -25,7 +25,7 @@ from ops.head import (
 from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.image_features import TowerOutput
-from trainer.model.expert_targets import BALANCE
+from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import document_inputs, has_separate_documents
@@ -350,12 +350,12 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
 def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
     owner = sys.modules[type(base).__module__]
-    balance = require(owner, BALANCE, "transformers")
+    balance = require(owner, LOAD_BALANCING, "transformers")
 
     def masked(*args: Any, **kwargs: Any) -> Any:
         return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
 
-    with replaced(owner, BALANCE, masked, "transformers"):
+    with replaced(owner, LOAD_BALANCING, masked, "transformers"):
         yield
 
 

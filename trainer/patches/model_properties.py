@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import replaces, require
-from trainer.model.model_kind import takes_sdpa
+from trainer.model.model_kind import supports_sdpa
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
 from trainer.patches.plain_head import observed_factor, why_not_plain
@@ -42,7 +42,7 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
     """Return the properties of an empty base model, except `head`, before adapters are added."""
     model.float()  # the configuration has a dtype of its own
     return ModelProperties(
-        sdpa=takes_sdpa(model),
+        sdpa=supports_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
         sinks=has_sinks(model),

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import replaces, require
 from trainer.data.batches import SequencePart
-from trainer.model.model_kind import takes_sdpa
+from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
 from trainer.patches.attention_sinks import attend_per_document, causal_mask, flash_with_sinks, has_sinks
@@ -68,7 +68,7 @@ def check_supported(section: ModelSection, model: Any) -> None:
     """Raise UserError if the model does not support the requested attention."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
-    capped = chosen == "sdpa" and not takes_sdpa(model)
+    capped = chosen == "sdpa" and not supports_sdpa(model)
     if capped or (flag is not None and not require(model, flag, "transformers")):
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
@@ -86,7 +86,7 @@ def check_shareable(size: int, model: Any) -> None:
         problem = "has recurrent or chunked layers, which need all earlier tokens"
     elif has_sinks(model):
         problem = "has attention sinks, which are not supported yet"
-    elif not require(model, "_supports_attention_backend", "transformers") or not takes_sdpa(model):
+    elif not require(model, "_supports_attention_backend", "transformers") or not supports_sdpa(model):
         problem = "has attention that cannot be replaced"
     elif not isinstance(heads, int) or heads % size:
         problem, fix = f"has {heads} attention heads, not a multiple of {size}", "a divisor of that number"
@@ -114,7 +114,7 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
     """
     takes_ours = require(model, "_supports_attention_backend", "transformers")
-    by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
+    by_kernels = supports_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
     if takes_ours and (by_kernels or has_sinks(model)):
         set_varlen(model)
 
@@ -140,7 +140,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 def can_share_keys(model: Any) -> bool:
     """Return whether our attention can compute documents that share keys in a loaded model: no sinks, no chunks."""
-    takes_ours = require(model, "_supports_attention_backend", "transformers") and takes_sdpa(model)
+    takes_ours = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     by_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     usual = model.config._attn_implementation in ("sdpa", VARLEN)
     return takes_ours and usual and not by_chunks and not has_sinks(model)

@@ -15,7 +15,7 @@ import torch
 from trainer.config import UserError
 from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
 from trainer.data.samples import Sample
-from trainer.model.model_kind import takes_sdpa
+from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import (
@@ -82,7 +82,7 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
     fault = None
     for attention in dict.fromkeys((base.config._attn_implementation, "sdpa")):
         if attention != base.config._attn_implementation:
-            if base.config._attn_implementation != VARLEN or not takes_sdpa(base):
+            if base.config._attn_implementation != VARLEN or not supports_sdpa(base):
                 break
             disable_varlen(base)
         probe = _Probe(token_loss, model, base, pad_token_id, device)

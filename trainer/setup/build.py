@@ -12,9 +12,9 @@ from trainer.config import RunConfig, engine_zero
 from trainer.config.adapter_settings import fully_trained_modules
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, list_rank_warnings
 from trainer.model.expert_layers import expert_modules
-from trainer.model.targets import unadapted_layers
+from trainer.model.targets import describe_unadapted_layers
 from trainer.monitor.console import Output
 from trainer.monitor.hooks import (
     ExpertLoad,
@@ -91,7 +91,7 @@ class Builder:
                     base_model=config.base_model,
                     task_type=task.peft_type,
                 )
-            lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
+            lines += list_rank_warnings(config.lora) + describe_unadapted_layers(model, config.lora)
             lines += unadapted_lines(model)
         lines += install_on_adapted(model, wanted)
         if config.zero.stage == 3:

@@ -14,16 +14,16 @@ import torch
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
-from trainer.checkpoint.output_folder import check_free, check_place, name_adapter
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, name_adapter
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import SETTINGS_FILE
 from trainer.config.needs import switch_value
 from trainer.data.prepared import Prepared, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
 from trainer.data.step_count import resolve_global_batch, step_warnings
-from trainer.model.eight_bit import check_card
+from trainer.model.eight_bit import check_fp8_support
 from trainer.model.integer_weights import check_torchao
-from trainer.model.model_source import check_source, unreadable_error
+from trainer.model.model_source import build_load_error, check_source
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -43,7 +43,7 @@ def prepare(
     `read_files` of the kind in this process.
     """
     if config.runs:
-        check_place(config)
+        check_output_folder(config)
         return _join_prepared([name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
@@ -69,7 +69,7 @@ def check_settings(config: RunConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
-        check_card(config.quantization.quant_type, device)
+        check_fp8_support(config.quantization.quant_type, device)
     if config.training.qat:
         check_torchao(f"training.qat={config.training.qat}")
     kernels = config.model.attn_implementation
@@ -90,14 +90,14 @@ def check_settings(config: RunConfig) -> None:
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or has no checkpoint to resume."""
-    check_place(config)
+    check_output_folder(config)
     for run in config.runs:
         check_folder(run, to_train=to_train)
     if config.runs:
         return
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     if to_train:
-        check_free(config)
+        check_no_conflict(config)
 
 
 def prepare_to_resume(
@@ -110,7 +110,7 @@ def prepare_to_resume(
     """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
-    check_place(config)
+    check_output_folder(config)
     if config.runs:
         each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
         return _join_prepared([found for found, _ in each]), each[0][1]
@@ -154,4 +154,4 @@ def _check_adapter_on_hub(name: str) -> None:
     try:
         PeftConfig.from_pretrained(name)
     except Exception as error:  # invalid values raise any exception in PEFT
-        raise unreadable_error("lora.adapter_path", name, error) from None
+        raise build_load_error("lora.adapter_path", name, error) from None

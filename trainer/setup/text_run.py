@@ -15,7 +15,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import sample_prompts
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
-from trainer.model.adapter import bias_lines, check_added_tokens
+from trainer.model.adapter import check_added_tokens, list_bias_warnings
 from trainer.model.base import (
     check_weights,
     context_length,
@@ -24,13 +24,13 @@ from trainer.model.base import (
     load_model_config,
     load_tokenizer,
 )
-from trainer.model.expert_targets import check_router_loss, check_visited
+from trainer.model.expert_targets import check_experts_per_token, check_router_loss
 from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import check_integer_targets
 from trainer.model.model_kind import check_kind
 from trainer.model.published_shapes import PREFIX, find_shape
-from trainer.model.random_weights import random_config
-from trainer.model.served_layers import serving_notes
+from trainer.model.random_weights import build_random_config
+from trainer.model.served_layers import list_serving_warnings
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
@@ -140,15 +140,15 @@ def read_model_files(config: RunConfig) -> Prepared:
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
         check_shareable(config.parallel.sequence, empty)
-    check_visited(config.base_model, empty)
+    check_experts_per_token(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
-        notes += bias_lines(empty, config.lora.adapter_path)
+        notes += list_bias_warnings(empty, config.lora.adapter_path)
         check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
         check_integer_targets(empty, config.lora, config.training.qat)
     if config.adapter != "none":
-        notes += serving_notes(config.export.target, config.lora, config.model.added_tokens, empty)
+        notes += list_serving_warnings(config.export.target, config.lora, config.model.added_tokens, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
@@ -176,7 +176,9 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
         shape = find_shape(config.base_model)
         if shape is None:
             raise
-        return random_config(PREFIX + shape), f"{config.base_model} cannot be read here: the published shape {shape}"
+        return build_random_config(
+            PREFIX + shape
+        ), f"{config.base_model} cannot be read here: the published shape {shape}"
 
 
 def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:

@@ -20,9 +20,9 @@ from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
-from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
+from trainer.model.answers import answer_prompts, encode_prompt, needs_synced_passes
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
-from trainer.model.image_reader import cache_features, image_inputs, trains_images
+from trainer.model.image_reader import build_image_inputs, cache_features, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record
 from trainer.monitor.mfu import MfuMeter
@@ -101,7 +101,7 @@ class LanguageTask(Task):
             return
         assert self._prepared.images is not None
         every_rank = self._config.zero.stage == 3 or trains_images(model)
-        self._images = image_inputs(self._prepared.images, model, every_rank=every_rank)
+        self._images = build_image_inputs(self._prepared.images, model, every_rank=every_rank)
         # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
         if self._images.type_name is not None or not self._config.vision.cache:
             disable_varlen(model)
@@ -228,7 +228,7 @@ class LanguageTask(Task):
             shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
             folder.save_examples([(name, _show(document, tokenizer)) for name, document in shown])
         for raw in self._prepared.sample_prompts:
-            ids, prompt = prompt_ids(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
+            ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
             [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
             # The console hides the answers before training, which come before the first step.
             earlier = self._first_answers.get(prompt)

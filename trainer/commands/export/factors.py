@@ -30,7 +30,7 @@ from trainer.model.expert_layers import (
     is_transposed,
     takes_all_tokens,
 )
-from trainer.model.older_names import names_in_file
+from trainer.model.older_names import map_saved_names
 from trainer.model.saved_adapter import check_separate_weights, load_adapter
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
@@ -88,7 +88,7 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
         adapted = load_adapter(adapted, str(folder))
     check_separate_weights(adapted, "export")
     tensors = load_file(folder / "adapter_model.safetensors")
-    in_file = names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    in_file = map_saved_names(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
     tensors = {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
     experts = expert_modules(model)
     factors: dict[str, Factors] = {}

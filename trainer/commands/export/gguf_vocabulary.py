@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from trainer.config import UserError
 from trainer.data.conversations import find_chat_template
-from trainer.model.answers import end_of_turn
+from trainer.model.answers import find_end_of_turn
 
 # Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,7 +73,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
         writer.add_chat_template(template)
     if chats:
         # llama.cpp only stops at ends of turns if it knows the token's name or id.
-        end = end_of_turn(tokenizer)
+        end = find_end_of_turn(tokenizer)
         if end is not None and end != tokenizer.eos_token_id:
             writer.add_eot_token_id(end)
 

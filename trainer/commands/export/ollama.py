@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trainer.model.answers import end_of_turn
+from trainer.model.answers import find_end_of_turn
 
 TEXTS = {"system": "SYSTEM-TEXT", "user": "QUESTION-TEXT", "assistant": "ANSWER-TEXT"}
 Messages = list[dict[str, str]]
@@ -110,7 +110,7 @@ def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str
 
 def _end_of_turn(tokenizer: Any) -> str | None:
     try:
-        token = end_of_turn(tokenizer) if tokenizer.chat_template else None
+        token = find_end_of_turn(tokenizer) if tokenizer.chat_template else None
     except (TemplateError, ValueError):
         return None
     return None if token is None else str(tokenizer.convert_ids_to_tokens(token))

@@ -24,7 +24,7 @@ from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
-from trainer.model.served_layers import NAMES, describe_exclusion, unapplied_layers
+from trainer.model.served_layers import SERVER_NAMES, describe_exclusion, find_unapplied_layers
 
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 EXPERT_NUMBERS = {name: number for number, name in EXPERT_NAMES.items()}
@@ -44,9 +44,9 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     model_type = load_model_config(base_model, section).get_text_config().model_type
     factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
     factors = _rename_parts(factors, server, model_type)
-    if unapplied := unapplied_layers(server, model_type, factors):
+    if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
-            f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
+            f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
             f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
     rank, scales = max(len(pair.a_RI) for pair in factors.values()), {pair.scale for pair in factors.values()}
@@ -82,7 +82,7 @@ def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
 def check_applicable(folder: Path, server: str) -> None:
     """Raise UserError for an adapter with DoRA or with anything but A and B of linear layers."""
     settings = read_adapter_settings(folder)
-    name = NAMES[server]
+    name = SERVER_NAMES[server]
     if settings.get("use_dora"):
         raise UserError(f"--format {server}: {name} does not support DoRA; {MERGED}")
     others = [

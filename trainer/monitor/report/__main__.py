@@ -1,4 +1,4 @@
-"""`zerolora report RUN [RUN ...] [--open]`: the page of a run, or one of several."""
+"""`zerolora report RUN [RUN ...] [--open]`: write the page of a run, or a page that compares several."""
 
 import sys
 import webbrowser
@@ -11,22 +11,22 @@ from trainer.monitor.report.write import write_report
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="zerolora report", description="An HTML page of a run, or one of several.")
+    parser = CommandParser(prog="zerolora report", description="Write an HTML page of a run, or of several.")
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"
+        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several are compared"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the page of several runs ({PAGE} in this folder)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"output file for several runs (default: {PAGE})")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)
     page = _write(arguments.runs, arguments.output)
     print(page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
-        print("no browser found; open the page by hand", file=sys.stderr)
+        print("no browser found; open the page yourself", file=sys.stderr)
 
 
 def _write(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
         return write_page_of_runs(runs, output or Path(PAGE))
     if output is not None:
-        raise UserError(f"--output {output}: is for the page of several runs; that of one is RUN/report.html")
+        raise UserError(f"--output {output}: needs several runs, the page of one is RUN/report.html; remove it")
     return write_report(runs[0])

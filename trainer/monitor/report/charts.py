@@ -1,7 +1,7 @@
-"""The charts of a run, and their rendering as SVG for the page.
+"""Build the charts of a run, and render them as SVG.
 
-Lines are drawn in a square of 1000 x 1000 that is stretched to the chart while stroke widths are not; labels are HTML
-text next to it. Colours are CSS variables of the page, so that charts follow its light or dark mode.
+Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, without stretching stroke widths. Labels are
+HTML text. Colors are CSS variables, so that charts follow the light or dark mode of the page.
 """
 
 import math
@@ -18,10 +18,10 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     choose_window,
+    extract_series,
     find_unit,
-    held_out_label,
+    format_held_out_label,
     running_mean,
-    series,
 )
 
 SIDE = 1000
@@ -32,17 +32,17 @@ CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tr
 
 @dataclass(frozen=True)
 class Curve:
-    """A series and its style: `kind` is line, pale, dashed or dots, `colour` a CSS class; no label, no legend entry."""
+    """A series and its style: `kind` is line, pale, dashed or dots, `color` a CSS class; `label` is for the legend."""
 
     line: Series
     kind: str
-    colour: str
+    color: str
     label: str = ""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis."""
+    """Curves over the steps. The axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -59,49 +59,53 @@ class Chart:
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
 
-def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
-    """Return the charts of charts.yaml that have values; that of S has a band of `deadband` around the target."""
-    unit, kept, target = find_unit(records), series(records, "eval/kept_step").values, series(records, "scu/target")
-    words = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": held_out_label(records)}
-    words["kept"] = f"kept: step {int(kept[-1]):,}" if len(kept) else ""
-    found = []
+def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
+    """Return the charts of charts.yaml that have values; `deadband` is drawn around the target of S."""
+    unit, kept_steps, target = (
+        find_unit(records),
+        extract_series(records, "eval/kept_step").values,
+        extract_series(records, "scu/target"),
+    )
+    labels = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": format_held_out_label(records)}
+    labels["kept"] = f"kept: step {int(kept_steps[-1]):,}" if len(kept_steps) else ""
+    charts = []
     for row in CHARTS:
-        shown = [_curves(records, curve, words) for curve in row["curves"]]
+        shown = [_build_curves(records, curve, labels) for curve in row["curves"]]
         curves = tuple(curve for each in shown for curve in each if len(curve.line))
-        is_measured = "needs" not in row or len(series(records, row["needs"]))
+        is_measured = "needs" not in row or len(extract_series(records, row["needs"]))
         if is_measured and any(len(curve.line.finite()) for curve in curves):
             band = None
             if row.get("banded") and deadband and len(target):
                 band = (100 * (target.values[-1] - deadband), 100 * (target.values[-1] + deadband))
-            unit_text = row.get("unit", "").format(**words)
+            unit_text = row.get("unit", "").format(**labels)
             chart = Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row)
-            found.append(chart)
-    return found
+            charts.append(chart)
+    return charts
 
 
-def _curves(records: list[Record], row: dict[str, Any], words: dict[str, str]) -> tuple[Curve, ...]:
-    name, label = row["of"].format(**words), row.get("label", "").format(**words)
-    colour, kind = row.get("colour", "blue"), row.get("as", "line")
-    line = series(records, name)
+def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, str]) -> tuple[Curve, ...]:
+    name, label = row["of"].format(**labels), row.get("label", "").format(**labels)
+    color, kind = row.get("color", "blue"), row.get("as", "line")
+    line = extract_series(records, name)
     if name == "eval/kept_loss":
-        line = Series(series(records, "eval/kept_step").values[-1:], line.values[-1:])
+        line = Series(extract_series(records, "eval/kept_step").values[-1:], line.values[-1:])
     elif name.startswith("eval/"):
         line = line.finite()
     line = Series(line.steps, row.get("times", 1) * line.values)
-    return _mean_curves(line, colour, label) if kind == "mean" else (Curve(line, kind, colour, label),)
+    return _build_mean_curves(line, color, label) if kind == "mean" else (Curve(line, kind, color, label),)
 
 
-def _mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
-    """Return pale curves of the raw values and their running mean, or only the values if they are few."""
+def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
+    """Return the raw values as a pale curve and their running mean, or only the values if there are few."""
     window = choose_window(len(line))
     if window is None:
-        return (Curve(line, "line", colour, label),)
+        return (Curve(line, "line", color, label),)
     mean = Series(line.steps, running_mean(line.values, window))
-    raw = Curve(line, "pale", colour, f"{label}, each record")
-    return raw, Curve(mean, "line", colour, f"mean of {window}")
+    raw = Curve(line, "pale", color, f"{label}, each record")
+    return raw, Curve(mean, "line", color, f"mean of {window}")
 
 
-def draw(chart: Chart) -> str:
+def render_chart(chart: Chart) -> str:
     """Render the chart as HTML."""
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
@@ -127,49 +131,49 @@ def draw(chart: Chart) -> str:
             return None, "", step, value  # a gap
         return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
 
-    ticks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
-    return render(
+    ticks = [mark for mark in _round_marks(first, last, integral=True) if first <= mark <= last]
+    return render_template(
         "chart.html.jinja",
         chart=chart,
         side=SIDE,
         unit=f"{chart.unit}, by optimizer step" if chart.wide else chart.unit,
-        marks=[(number(mark), down(mark)) for mark in marks],
+        marks=[(format_number(mark), down(mark)) for mark in marks],
         steps=[(f"{mark:,.0f}", across(mark)) for mark in ticks],
-        # A logarithmic axis does not reach down to a band that begins at 0 or below.
+        # Clip the band: a logarithmic axis has no 0.
         band=[down(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
-        curves=[(curve, list(map(place, *_thin(curve.line)))) for curve in chart.curves],
+        curves=[(curve, list(map(place, *_thin_out(curve.line)))) for curve in chart.curves],
     )
 
 
-def render(template: str, **content: Any) -> str:
-    """Return a template of this folder with its content, escaped in HTML."""
+def render_template(template: str, **content: Any) -> str:
+    """Render a template of this folder; HTML templates escape their content."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
     return environment.get_template(template).render(content)
 
 
-def _thin(line: Series) -> tuple[list[float], list[float]]:
-    """Reduce the curve to about `MAX_POINTS` points, keeping the lowest and highest of each stretch."""
+def _thin_out(line: Series) -> tuple[list[float], list[float]]:
+    """Reduce the curve to about `MAX_POINTS` points, keeping the minimum and maximum of each segment."""
     if len(line) <= MAX_POINTS:
         return line.steps.tolist(), line.values.tolist()
-    kept: set[int] = {0, len(line) - 1}
+    indices: set[int] = {0, len(line) - 1}
     for part in np.array_split(np.arange(len(line)), MAX_POINTS // 2):
-        known = part[np.isfinite(line.values[part])]
-        if len(known):
-            kept |= {int(known[np.argmin(line.values[known])]), int(known[np.argmax(line.values[known])])}
+        finite = part[np.isfinite(line.values[part])]
+        if len(finite):
+            indices |= {int(finite[np.argmin(line.values[finite])]), int(finite[np.argmax(line.values[finite])])}
         else:
-            kept.add(int(part[0]))
-    order = sorted(kept)
+            indices.add(int(part[0]))
+    order = sorted(indices)
     return line.steps[order].tolist(), line.values[order].tolist()
 
 
-def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+def _round_marks(low: float, high: float, *, integral: bool = False) -> list[float]:
     """Return round numbers from at or below `low` to at or above `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    size = max(size, 1.0) if whole else size
+    size = max(size, 1.0) if integral else size
     begin, end = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
     return [mark * size for mark in range(begin, max(end, begin + 1) + 1)]
 
@@ -179,7 +183,7 @@ def _powers_of_ten(low: float, high: float) -> list[float]:
     return [10.0**exponent for exponent in exponents[:: max(1, len(exponents) // TICKS)]]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for an axis: 1,500, 0.25, 2e-4."""
     if value == 0:
         return "0"

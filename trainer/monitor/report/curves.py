@@ -1,4 +1,4 @@
-"""Metrics as series over the steps, their running means, and the held-out losses of a run."""
+"""Extract metrics as series over the steps, their running means, and the held-out losses of a run."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """The unit in which a task (trainer/tasks/task.py) counts its batches, and its labels."""
+    """The unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
 
     name: str
     samples: str
@@ -26,19 +26,19 @@ class BatchUnit:
 
     @property
     def rate(self) -> str:
-        """Name of the metric with the throughput of a rank."""
+        """Name of the metric for the throughput of a rank."""
         return f"perf/{self.name}_per_second_per_gpu"
 
 
 TOKENS = BatchUnit("tokens", "sequences", "nats per token", 0)
 PAIRS = BatchUnit("tokens", "pairs", "nats per pair", 0)
-LABELLED = BatchUnit("tokens", "answers", "per answer", 0)
+LABELED = BatchUnit("tokens", "answers", "per answer", 0)
 IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the run: optimizer steps and values, NaN where the value was not finite."""
+    """A metric over the run: optimizer steps and values, NaN for non-finite values."""
 
     steps: Values
     values: Values
@@ -47,13 +47,13 @@ class Series:
         return len(self.steps)
 
     def finite(self) -> "Series":
-        """Return the series without the steps where it is NaN."""
-        kept = np.isfinite(self.values)
-        return Series(self.steps[kept], self.values[kept])
+        """Return the series without NaN values."""
+        is_finite = np.isfinite(self.values)
+        return Series(self.steps[is_finite], self.values[is_finite])
 
 
-def series(records: list[Record], name: str) -> Series:
-    """Return the values of a metric by step; the last record of a step counts."""
+def extract_series(records: list[Record], name: str) -> Series:
+    """Return a metric as a series, with the last record of each step."""
     by_step = {record["step"]: record[name] for record in records if name in record}
     ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
     pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
@@ -62,7 +62,7 @@ def series(records: list[Record], name: str) -> Series:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out losses of a run. `after` is the loss of the saved weights, which are from step `kept_step`."""
+    """The held-out losses of a run; `after` is that of the saved weights, from step `kept_step`."""
 
     before: float
     after: float
@@ -73,41 +73,47 @@ class HeldOut:
     @classmethod
     def from_records(cls, records: list[Record]) -> "HeldOut | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
-        line = series(records, "eval/loss").finite()
-        if len(line) < 2:
+        losses = extract_series(records, "eval/loss").finite()
+        if len(losses) < 2:
             return None
-        lowest = int(np.argmin(line.values))
-        kept = series(records, "eval/kept_step").values
-        loss = series(records, "eval/kept_loss").values
-        step, after = (kept[-1], loss[-1]) if len(kept) and len(loss) else (line.steps[-1], line.values[-1])
-        return cls(float(line.values[0]), float(after), int(step), float(line.values[lowest]), int(line.steps[lowest]))
+        lowest = int(np.argmin(losses.values))
+        kept_steps = extract_series(records, "eval/kept_step").values
+        loss = extract_series(records, "eval/kept_loss").values
+        step, after = (
+            (kept_steps[-1], loss[-1]) if len(kept_steps) and len(loss) else (losses.steps[-1], losses.values[-1])
+        )
+        return cls(
+            float(losses.values[0]), float(after), int(step), float(losses.values[lowest]), int(losses.steps[lowest])
+        )
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
-    """Return the unit of a run's batches: tokens, also of pairs or labelled answers, or images."""
+    """Return the unit of a run's batches: tokens (of text, pairs or labeled answers) or images."""
     if any("train/rewards/chosen" in record or "train/rewards/rejected" in record for record in records):
-        return LABELLED if any("train/kl" in record for record in records) else PAIRS
+        return LABELED if any("train/kl" in record for record in records) else PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 
 def running_mean(values: Values, window: int) -> Values:
     """Return the centered mean over `window` values (fewer at both ends), ignoring NaN."""
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     kernel = np.ones(min(window, len(values)) | 1)
     half = len(kernel) // 2
-    total = np.convolve(np.where(known, values, 0.0), kernel)[half : half + len(values)]
-    count = np.convolve(known.astype(np.float64), kernel)[half : half + len(values)]
+    total = np.convolve(np.where(is_finite, values, 0.0), kernel)[half : half + len(values)]
+    count = np.convolve(is_finite.astype(np.float64), kernel)[half : half + len(values)]
     return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
 
 
 def choose_window(count: int) -> int | None:
-    """Return the odd window of the running mean for a number of records; None if they are too few."""
+    """Return the odd window of the running mean for `count` records; None if there are too few."""
     return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
 
 
-def held_out_label(records: list[Record]) -> str:
-    """Return the legend of the held-out losses, with the losses before and after training, or the only one."""
+def format_held_out_label(records: list[Record]) -> str:
+    """Return the legend of the held-out losses, with the values before and after training."""
     held_out = HeldOut.from_records(records)
     if held_out is None:
-        return ", ".join(["held out", *(f"{loss:.3f}" for loss in series(records, "eval/loss").finite().values)])
+        return ", ".join(
+            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").finite().values)]
+        )
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

@@ -1,7 +1,7 @@
-"""The model card of an adapter, written at the end of training and by `zerolora push`.
+"""Write the model card of an adapter, at the end of training and by `zerolora push`.
 
-Cards are uploaded, so no card names a folder outside of the directory in which training was started: other local
-models and data appear with the last part of their path. The code of a card in a run's folder runs as is.
+Cards are uploaded, so they name no folder outside the working directory of the run: other local models and data appear
+with the last part of their path. The code in the card of a run's folder runs as is.
 """
 
 import re
@@ -11,43 +11,43 @@ from typing import Any
 import yaml
 
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.charts import render
+from trainer.monitor.report.charts import render_template
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
-from trainer.monitor.report.write import summary_rows
+from trainer.monitor.report.write import build_summary_tables
 
 CARD = "README.md"
-OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
+MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
 PEFT_PLACEHOLDER = "[More Information Needed]"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
 
-def is_own_card(card: Path) -> bool:
-    """Return whether a user wrote the card, rather than zerolora or PEFT, which leaves a form to fill in."""
+def is_users_card(card: Path) -> bool:
+    """Return whether the user wrote the card, rather than zerolora or PEFT."""
     if not card.is_file():
         return False
     text = card.read_text(encoding="utf-8", errors="replace")
-    return OURS not in text and PEFT_PLACEHOLDER not in text
+    return MARKER not in text and PEFT_PLACEHOLDER not in text
 
 
 def public_name(name: str) -> str:
-    """Return the hub name of a model or dataset, also for a folder in the hub's cache, or the last part of a path."""
+    """Return the hub name of a model or dataset, also if it is in the hub's cache, or the last part of a local path."""
     short = hub_name(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether a name can only be on the hub: it has the form owner/name, and no such path exists locally."""
+    """Return whether a name refers to the hub: it has the form owner/name, and no such local path exists."""
     is_file_name = name.lower().endswith(DATA_FILES)
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
 def python_path(name: str, *, uploaded: bool = False) -> str:
-    """Return the Python expression to pass to `from_pretrained` for a model or adapter.
+    """Return the Python expression of a model or adapter for `from_pretrained`.
 
-    Paths below the working directory or the home directory are written relative to it. Other paths, and every path in
-    an uploaded card, become a placeholder.
+    Paths below the working or home directory become relative to it. Other paths, and all paths in uploaded cards,
+    become a placeholder.
     """
     if is_on_hub(public_name(name)):
         return f'"{public_name(name)}"'
@@ -62,25 +62,25 @@ def python_path(name: str, *, uploaded: bool = False) -> str:
 def model_card(
     settings: dict[str, Any], run_dir: Path, records: list[Record], *, name: str, auto_class: str, pipeline_tag: str
 ) -> str:
-    """Return the text of the card: base model, data, training settings, results, and how to load the adapter.
+    """Build the text of the card: base model, data, training settings, results, and how to load the adapter.
 
     `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
     its folder, `auto_class` the class of transformers that loads the model, `pipeline_tag` its kind on the hub.
     """
     base, data = public_name(settings["base_model"]), settings["dataset"]
-    groups = dict(summary_rows(records, settings, read_run(run_dir))) if records else {}
+    groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
     sources = [source["path"] for source in data["mix"] or (data,) if source["path"]]
     held_out = data["evaluation"]["path"] if data["evaluation"] else None
-    # Rows that contain a path or a command line are rewritten here or left out.
+    # Rewrite or omit rows that contain a path or a command line.
     about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     uploaded = not Path(name).is_absolute()
-    return render(
+    return render_template(
         "card.md.jinja",
         front=_front_matter(settings["adapter"], base, sources, pipeline_tag),
-        ours=OURS,
+        ours=MARKER,
         title=name.rpartition("/")[2],
         kind="QLoRA" if settings["adapter"] == "qlora" else "LoRA",
         base=f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base,
@@ -94,14 +94,14 @@ def model_card(
         tables=[
             ("Training", [*about, *groups.get("Training", []), ("seed", str(settings["seed"]))]),
             ("Results", groups.get("Results", [])),
-            ("Made with", ran_on),
+            ("Environment", ran_on),
         ],
     )
 
 
 def _front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": pipeline_tag}
-    # The hub rejects a card with a base model that cannot be on the hub.
+    # The hub rejects a card with a local base model.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]

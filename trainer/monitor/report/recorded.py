@@ -1,6 +1,6 @@
-"""Readers of the files that a run has recorded about itself, and its settings that differ from their defaults.
+"""Read the records of a run, and find its settings that differ from their defaults.
 
-Each reader raises a UserError that names an invalid file.
+All readers raise UserError for an invalid file, and name it.
 """
 
 import json
@@ -23,7 +23,7 @@ from trainer.data.image_parts import THUMBNAIL_START
 
 
 class RunRecord(BaseModel):
-    """The fields of run.json that the page shows."""
+    """The fields of run.json shown on the page."""
 
     started: str
     command: list[str]
@@ -31,17 +31,17 @@ class RunRecord(BaseModel):
     device: str
     device_name: str
     precision: str | None = None
-    """The value that `auto` was resolved to."""
+    """The resolved value of `auto`."""
     python: str
     packages: dict[str, str]
     commit: str | None
 
 
 Example = tuple[str, list[tuple[float, str]]]
-"""A training example: its heading, and its parts, each with its weight in the loss."""
+"""A training example: its heading, and its parts with their weights in the loss."""
 TIMES, EXAMPLES = "time_by_phase.json", "examples.json"
 HEAD, TAIL = 600, 300
-"""Characters kept of each end of a long part of an example."""
+"""Number of characters kept at each end of a long part of an example."""
 WARNING, LOG_HEADER = "warning: ", re.compile(r"== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  rank 0  ")
 
 
@@ -63,7 +63,7 @@ def read_answers(path: Path) -> dict[str, dict[str, str]]:
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
-    """Return {phase: seconds of rank 0}, or an empty dict if the file does not exist."""
+    """Return the seconds of rank 0 by phase, or an empty dict if the file does not exist."""
     return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
@@ -75,28 +75,28 @@ def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) 
 
 
 def record_examples(run_dir: Path, examples: Sequence[Example]) -> None:
-    """Record training examples for the page, with long parts shortened."""
-    kept = [(name, [(weight, _shorten(text)) for weight, text in parts]) for name, parts in examples]
-    write_json(run_dir / EXAMPLES, kept)
+    """Record training examples for the page, shortening long parts."""
+    shortened = [(name, [(weight, _shorten(text)) for weight, text in parts]) for name, parts in examples]
+    write_json(run_dir / EXAMPLES, shortened)
 
 
 def read_examples(run_dir: Path) -> list[Example]:
-    """Return the recorded training examples; none if the file does not exist."""
+    """Return the recorded training examples; an empty list if the file does not exist."""
     return _read(run_dir / EXAMPLES, list[Example]) or []
 
 
 def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
     """Return the distinct warnings in rank 0's log, without those of earlier runs in the folder."""
-    found: list[str] = []
+    warnings: list[str] = []
     first = min((record.get("time") or math.inf for record in records), default=0.0)
     log = run_dir / "logs" / "rank-0.log"
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
         header = LOG_HEADER.match(line)
         if header and time.mktime(time.strptime(header[1], "%Y-%m-%d %H:%M:%S")) <= first:
-            found = []  # starts before the one of the first record are of earlier runs
+            warnings = []  # from an earlier run in the folder
         if line.startswith(WARNING):
-            found.append(printable(line.removeprefix(WARNING)))
-    return list(dict.fromkeys(found))
+            warnings.append(printable(line.removeprefix(WARNING)))
+    return list(dict.fromkeys(warnings))
 
 
 def _shorten(text: str) -> str:
@@ -110,49 +110,49 @@ def _read(path: Path, shape: Any) -> Any:
     except FileNotFoundError:
         return None  # a report needs only the metrics
     except UnreadableFile as error:
-        raise UserError(f"{path}: {error.problem}; restore the file that the run wrote, or delete it") from None
+        raise UserError(f"{path}: {error.problem}; restore the original file, or delete it") from None
 
 
 def changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
-    """Return (name, value, default) of changed settings, and all settings with a value as YAML."""
+    """Return (name, value, default) of the changed settings, and all non-null settings as YAML."""
     if not config:
         return [], ""
-    given, defaults = flatten(config), _defaults(config)
+    values, defaults = flatten(config), _defaults(config)
     changed = [
-        (name, format_value(_shown(value)), format_value(defaults.get(name)))
-        for name, value in given.items()
+        (name, format_value(_prepare_for_display(value)), format_value(defaults.get(name)))
+        for name, value in values.items()
         if value != defaults.get(name) and name != "dataset.cache_dir"
     ]
-    return changed, dump(_shown(dict(config)))
+    return changed, dump(_prepare_for_display(dict(config)))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings into {dotted name: value}."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
-        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return found
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+    return flat
 
 
 def hub_name(name: str) -> str:
-    """Return the hub name of a folder in the hub's cache, and a path below zerolora's cache without that folder."""
+    """Return the hub name of a folder in the hub's cache, and other names without the path of zerolora's cache."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 
 
 def format_value(value: Any) -> str:
-    """Format a value as it is typed on the command line, and null as `none`."""
+    """Format a value as on the command line, and null as `none`."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _shown(value: Any) -> Any:
-    """Return a value without nulls, and with the names of cached hub models instead of their paths."""
+def _prepare_for_display(value: Any) -> Any:
+    """Drop nulls from a value, and replace paths of cached models by their hub names."""
     if isinstance(value, list):
-        return [_shown(entry) for entry in value]
+        return [_prepare_for_display(entry) for entry in value]
     if isinstance(value, dict):
-        return {name: _shown(entry) for name, entry in value.items() if entry is not None}
+        return {name: _prepare_for_display(entry) for name, entry in value.items() if entry is not None}
     return hub_name(value) if isinstance(value, str) else value
 
 
@@ -160,7 +160,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     # The SCU's law and measure determine some of the other defaults.
     scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
     data = {"path": "x"} | ({"evaluation": {"path": "x"}} if config.get("dataset", {}).get("evaluation") else {})
-    least = {"base_model": "", "output_dir": "", "dataset": data, "scu": scu}
-    defaults = flatten(RunConfig.model_validate(least).model_dump(mode="json"))
+    minimal = {"base_model": "", "output_dir": "", "dataset": data, "scu": scu}
+    defaults = flatten(RunConfig.model_validate(minimal).model_dump(mode="json"))
     required = ("base_model", "output_dir", "dataset.path", "dataset.evaluation.path")
     return {name: value for name, value in defaults.items() if name not in required}

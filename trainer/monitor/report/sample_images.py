@@ -1,4 +1,4 @@
-"""Sample images of a run: their files (samples/00-before.png, ...), their prompts, and their thumbnails on a page."""
+"""Save the sample images of a run (samples/00-before.png, ...) and embed their thumbnails in a page."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ MAX_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
 
 
 def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
-    """Write one image; `when` is before, after, or step-N."""
+    """Save an image; `when` is before, after, or step-N."""
     folder = run_dir / SAMPLES
     folder.mkdir(exist_ok=True)
     prompts = read_prompts(run_dir)
@@ -27,7 +27,7 @@ def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None
 
 
 def read_prompts(run_dir: Path) -> list[str]:
-    """Return the prompts that have images, in their order. Raises UnreadableFile."""
+    """Return the prompts that have images, in order. Raises UnreadableFile."""
     try:
         prompts: list[str] = read_json(run_dir / SAMPLES / INDEX, list[str])
     except FileNotFoundError:
@@ -36,30 +36,34 @@ def read_prompts(run_dir: Path) -> list[str]:
 
 
 def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
-    """Return (prompt, image files) pairs; files are in the order before, step-N, after."""
-    found = []
+    """Return pairs of prompt and image files, in the order before, step-N, after."""
+    rows = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
-        found.append((prompt, sorted(files, key=_sort_key)))
-    return found
+        rows.append((prompt, sorted(files, key=_sort_key)))
+    return rows
 
 
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (prompt, [(when, `data:` URL)]) of the sample images; unreadable files are skipped.
+    """Return (prompt, [(when, `data:` URL)]) of the sample images, without unreadable files.
 
-    For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
+    If there are too many, each prompt shows its first and last image, and some in between, evenly spaced.
     """
     rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
-    each = MAX_SHOWN // max(1, len(rows))
+    limit = MAX_SHOWN // max(1, len(rows))
     shown = []
     for prompt, files in rows:
-        chosen = [files[at * (len(files) - 1) // (each - 1)] for at in range(each)] if len(files) > each else files
+        chosen = (
+            [files[number * (len(files) - 1) // (limit - 1)] for number in range(limit)]
+            if len(files) > limit
+            else files
+        )
         shown.append((prompt, [(_when(file), address) for file in chosen if (address := _embed(file))]))
     return [(prompt, row) for prompt, row in shown if row]
 
 
 def _embed(file: Path) -> str | None:
-    from PIL import Image  # every rank imports this module, only rank 0 draws
+    from PIL import Image  # only rank 0 needs it
 
     out = io.BytesIO()
     try:

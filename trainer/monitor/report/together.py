@@ -1,4 +1,4 @@
-"""A page that compares several runs: overlaid curves (held-out values dashed), results, and differing settings."""
+"""Write a page that compares several runs: overlaid curves, results, and settings that differ."""
 
 import math
 import os
@@ -12,20 +12,20 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import Chart, charts, draw, render
+from trainer.monitor.report.charts import Chart, build_charts, render_chart, render_template
 from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8
-"""Number of distinguishable colours."""
+"""Limited by the number of distinguishable colors."""
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunData:
     """The records of one run."""
 
     name: str
@@ -38,20 +38,18 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer")
-    runs = [_read(folder) for folder in folders]
-    names = _unique_names(folders)
-    runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    runs = [_read(folder, name) for folder, name in zip(folders, _unique_names(folders), strict=True)]
     check_output_file(page, str(page))
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
-    runs.sort(key=_result)
-    text = render(
+    runs.sort(key=_sort_key)
+    text = render_template(
         TEMPLATE,
         title=f"{len(runs)} runs",
         subtitle=" · ".join(run.name for run in runs),
         result_heads=HEADS,
         results=[_outcome(run) for run in runs],
-        figures=[draw(chart) for chart in overlay_charts(runs)],
+        figures=[render_chart(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
         setting_heads=("setting", *(run.name for run in runs)),
         differences=_differences(runs),
@@ -60,8 +58,8 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     return page
 
 
-def _result(run: Recorded) -> tuple[bool, float]:
-    """Return the sort key of a run: its held-out loss after training; runs without it last, by their training loss."""
+def _sort_key(run: RunData) -> tuple[bool, float]:
+    """Return the sort key of a run: held-out loss after training; runs without one come last, by training loss."""
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _last_tenth(losses) if losses else math.inf
 
@@ -71,38 +69,41 @@ def _last_tenth(losses: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def _read(folder: Path) -> Recorded:
+def _read(folder: Path, name: str) -> RunData:
     records = read_metrics(folder)
     if not records:
-        raise UserError(f"{folder}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
-    answers = read_answers(folder / ANSWERS)
-    return Recorded(folder.name, records, read_settings(folder), answers)
+        raise UserError(f"{folder}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
+    return RunData(name, records, read_settings(folder), read_answers(folder / ANSWERS))
 
 
 def _unique_names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by their paths below the folder that holds them all."""
-    whole = [folder.resolve() for folder in folders]
-    if len(set(whole)) < len(whole):
-        raise UserError("zerolora report: the same run is named twice; list each once")
-    above = os.path.commonpath([folder.parent for folder in whole])
-    return [str(folder.relative_to(above)) for folder in whole]
+    """Name folders by their paths relative to the common parent."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        raise UserError("zerolora report: the same run is listed twice; list each once")
+    parent = os.path.commonpath([folder.parent for folder in resolved])
+    return [str(folder.relative_to(parent)) for folder in resolved]
 
 
-def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
-    """Return the charts of all runs over each other: a colour for each run, and means instead of all values."""
-    found: dict[str, Chart] = {}
-    for at, run in enumerate(runs):
-        for chart in charts(run.records):
+def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Overlay the charts of all runs, with a color for each run, and means instead of raw values."""
+    overlays: dict[str, Chart] = {}
+    for index, run in enumerate(runs):
+        for chart in build_charts(run.records):
             shown = [curve for curve in chart.curves if curve.kind != "pale"]
-            named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
-            curves = [replace(curve, colour=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]
-            before = found.get(chart.title, replace(chart, curves=()))
+            labels = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
+            curves = [
+                replace(curve, color=f"run{index}", label=name) for curve, name in zip(shown, labels, strict=True)
+            ]
+            before = overlays.get(chart.title, replace(chart, curves=()))
             unit = chart.unit if chart.unit == before.unit else "in each run's unit"
-            found[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
-    return [replace(chart, unit=f"{chart.unit}, held out dashed") if chart.wide else chart for chart in found.values()]
+            overlays[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
+    return [
+        replace(chart, unit=f"{chart.unit}, held out dashed") if chart.wide else chart for chart in overlays.values()
+    ]
 
 
-def _outcome(run: Recorded) -> list[str]:
+def _outcome(run: RunData) -> list[str]:
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
     rate, unit = median_rate(run.records), find_unit(run.records)
     memory = metric_values(run.records, "memory/peak_gib")
@@ -118,23 +119,23 @@ def _outcome(run: Recorded) -> list[str]:
     ]
 
 
-def _differences(runs: Sequence[Recorded]) -> list[list[str]]:
+def _differences(runs: Sequence[RunData]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
-    names = list(dict.fromkeys(name for found in settings for name in found))
+    names = list(dict.fromkeys(name for values_by_name in settings for name in values_by_name))
     rows = []
     for name in names:
-        values = [format_value(found[name]) if name in found else "" for found in settings]
+        values = [format_value(values_by_name[name]) if name in values_by_name else "" for values_by_name in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
     return rows
 
 
-def _answers(runs: Sequence[Recorded]) -> dict[str, dict[str, str]]:
-    """Return the answers of each run after training, and of the base if all runs recorded the same ones."""
-    found = {}
+def _answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
+    """Return the answers of each run after training, and those of the base if all runs have the same."""
+    answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}
         before = {run.answers[prompt]["before"] for run in runs if "before" in run.answers.get(prompt, {})}
         if after:
-            found[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
-    return found
+            answers[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
+    return answers

@@ -1,4 +1,4 @@
-"""The report of a run: the page RUN/report.html."""
+"""Write the report of a run, RUN/report.html."""
 
 import math
 import shlex
@@ -19,8 +19,8 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import charts, draw, render
-from trainer.monitor.report.curves import HeldOut, find_unit, series
+from trainer.monitor.report.charts import build_charts, render_chart, render_template
+from trainer.monitor.report.curves import HeldOut, extract_series, find_unit
 from trainer.monitor.report.recorded import (
     changed_settings,
     hub_name,
@@ -44,41 +44,41 @@ FILES = (*RESULTS, "training_config.json", "run.json", "metrics.jsonl", "logs")
 SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 SHORT_PHASE = 0.01
-"""Phases below this fraction of the time are shown as one."""
+"""Phases below this fraction of the total time are combined."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` and return its path. Raises UserError if the run has no metrics."""
     records = read_metrics(run_dir)
     if not records:
-        raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+        raise UserError(f"{run_dir}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = read_settings(run_dir), read_run(run_dir)
     scu = config.get("scu", {})
-    # The other laws' deadband is a ratio, too narrow to be drawn.
+    # The deadband of other laws is a ratio, too narrow to be visible.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
-    shown = charts(records, deadband=scu.get("deadband") if is_drawn else None)
-    tables = summary_rows(records, config, run)
+    shown = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
+    tables = build_summary_tables(records, config, run)
     restarts = [
         (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
         for restart in read_restarts(run_dir)
     ]
     tables.append(("Restarts", restarts))
-    tables.append(("Next", next_commands(str(run_dir), config) if config else []))
+    tables.append(("Next", suggest_commands(str(run_dir), config) if config else []))
     changed, settings = changed_settings(config)
-    page = render(
+    page = render_template(
         TEMPLATE,
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_subtitle(config, run),
-        tiles=tiles(records, run),
-        figures=[draw(chart) for chart in shown if chart.wide],
+        tiles=build_tiles(records, run),
+        figures=[render_chart(chart) for chart in shown if chart.wide],
         answers=_answers(run_dir),
         pictures=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[draw(chart) for chart in shown if not chart.wide],
+        details=[render_chart(chart) for chart in shown if not chart.wide],
         tables=[(title, rows) for title, rows in tables if rows],
         times=_long_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
@@ -87,7 +87,7 @@ def write_report(run_dir: Path) -> Path:
     return run_dir / PAGE
 
 
-def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, command) pairs to run after training."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
@@ -103,17 +103,17 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     return commands
 
 
-def end_summary(
+def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """Return the change of the held-out loss, the output paths, and commands to run next."""
+    """Return lines with the change of the held-out loss, the output paths, and commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
     lines.append(_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
     if report is not None:
         lines.append(_row("report", str(report)))
-    commands = next_commands(str(run_dir), settings)
+    commands = suggest_commands(str(run_dir), settings)
     return lines + [_row(name, command) for name, command in commands]
 
 
@@ -130,16 +130,16 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 
 def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
     answers = read_answers(run_dir / ANSWERS).items()
-    return {prompt: {when: at[when] for when in WHEN} for prompt, at in answers if set(WHEN) <= set(at)}
+    return {prompt: {when: texts[when] for when in WHEN} for prompt, texts in answers if set(WHEN) <= set(texts)}
 
 
 def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return (phase, seconds, fraction of the time), longest first, and the short ones as one."""
-    whole = sum(times.values()) or 1.0
-    found = sorted(times.items(), key=lambda item: -item[1])
-    short = [seconds for _, seconds in found if seconds < SHORT_PHASE * whole]
-    shown = [*found[: len(found) - len(short)], *([("others", sum(short))] if short else [])]
-    return [(name, seconds, seconds / whole) for name, seconds in shown]
+    """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
+    total = sum(times.values()) or 1.0
+    phases = sorted(times.items(), key=lambda item: -item[1])
+    short = [seconds for _, seconds in phases if seconds < SHORT_PHASE * total]
+    shown = [*phases[: len(phases) - len(short)], *([("others", sum(short))] if short else [])]
+    return [(name, seconds, seconds / total) for name, seconds in shown]
 
 
 def metric_values(records: list[Record], name: str) -> list[float]:
@@ -149,9 +149,9 @@ def metric_values(records: list[Record], name: str) -> list[float]:
 
 
 def training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without pauses between interruption and resumption.
+    """Return the seconds from the first record to the last, without the pauses before the run was resumed.
 
-    A gap is a pause if it exceeds ten times the duration of its steps by more than ten minutes.
+    A gap is a pause if it exceeds ten times the expected duration of its steps by more than ten minutes.
     """
     seconds = 0.0
     for before, after in pairwise(record for record in records if record.get("time") is not None):
@@ -163,24 +163,26 @@ def training_seconds(records: list[Record]) -> float:
     return seconds
 
 
-def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, value, note) of the most important numbers: losses, throughput, memory, time."""
     shown = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
-    # The losses of single batches depend more on their texts than on the training.
+    # The loss of a single batch depends more on its text than on training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
-    of = f", means of {count} records" if count > 1 else ""
-    kept = f", kept: step {held_out.kept_step:,}" if held_out and len(series(records, "eval/kept_step")) else ""
-    for label, values, note in (("held-out loss", compared, kept), ("training loss", means, of)):
+    note_means = f", means of {count} records" if count > 1 else ""
+    kept_note = (
+        f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
+    )
+    for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
             shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
-        each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", each))
+        note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
+        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
     memory = metric_values(records, "memory/peak_gib")
     if memory:
         shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
@@ -189,12 +191,12 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str,
     return shown
 
 
-def summary_rows(
+def build_summary_tables(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the summary tables as (title, rows of name and value), without what the run did not record."""
+    """Return the summary tables as (title, rows of name and value), without rows that lack a record."""
     names = sorted({name for record in records for name in record})
-    known: dict[str, Any] = {
+    context: dict[str, Any] = {
         "config": config,
         "run": run,
         "unit": find_unit(records),
@@ -211,27 +213,24 @@ def summary_rows(
     recorded = {"Model and data": config, "Ran on": run}
     tables = []
     for title, templates in SUMMARY.items():
-        rows = [_fill_row(name, text, known) for name, text in templates.items()] if recorded.get(title, True) else []
+        shown = templates.items() if recorded.get(title, True) else ()
+        rows = [(Template(name).render(context), Template(text).render(context)) for name, text in shown]
         if title == "Results":
             rows += _score_rows(records, names)
         tables.append((title, [row for row in rows if row[1]]))
     return [(title, rows) for title, rows in tables if rows]
 
 
-def _fill_row(name: str, value: str, known: Mapping[str, Any]) -> tuple[str, str]:
-    return Template(name).render(known), Template(value).render(known)
-
-
 def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the metrics that were measured before and after training, other than the loss."""
-    found = {
+    """Return rows for the metrics, other than the loss, measured before and after training."""
+    scores = {
         name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
         for name in names
         if name.startswith("base/")
     }
     return [
         (name, f"before {base[0]:.4f}, after {after[-1]:.4f}")
-        for name, (base, after) in found.items()
+        for name, (base, after) in scores.items()
         if base and after
     ]
 
@@ -250,7 +249,7 @@ def _data_names(data: Mapping[str, Any]) -> str:
 
 
 def median_rate(records: list[Record]) -> float | None:
-    """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
+    """Return the median tokens or images per second of a rank; the slow first step does not affect it."""
     rates = metric_values(records, find_unit(records).rate)
     return statistics.median(rates) if rates else None
 

@@ -7,8 +7,8 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.charts import render
-from trainer.monitor.report.model_card import OURS, is_on_hub, public_name, python_path
+from trainer.monitor.report.charts import render_template
+from trainer.monitor.report.model_card import MARKER, is_on_hub, public_name, python_path
 from trainer.monitor.report.write import metric_values
 from trainer.tasks.images.files import DIFFUSERS
 from trainer.tasks.images.pipeline import Pipeline
@@ -33,10 +33,10 @@ def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], nam
     if len(losses := metric_values(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     uploaded = not Path(name).is_absolute()
-    return render(
+    return render_template(
         "image_card.md.jinja",
         front=yaml.safe_dump(front, sort_keys=False),
-        ours=OURS,
+        ours=MARKER,
         title=name.rpartition("/")[2],
         base=base,
         prompts=prompts,

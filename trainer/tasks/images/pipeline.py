@@ -16,7 +16,7 @@ from trainer.config.files import UnreadableFile, read_json, read_safetensors_hea
 from trainer.config.yaml_core import read_yaml
 from trainer.data.built_folder import load_or_build
 from trainer.data.sources import disable_retries_without_network
-from trainer.model.model_source import check_source, unreadable_error
+from trainer.model.model_source import build_load_error, check_source
 from trainer.model.published_shapes import is_random, parse_name
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
@@ -266,7 +266,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
     except Exception as error:  # the hub's library raises many kinds
-        raise unreadable_error("base_model", base_model, error) from None
+        raise build_load_error("base_model", base_model, error) from None
     return Path(found)
 
 
