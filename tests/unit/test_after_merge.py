@@ -139,3 +139,11 @@ def test_adapters_of_layers_that_share_a_weight_are_not_merged(tmp_path: Path) -
         with pytest.raises(UserError, match=r"layers\.1\..*q_proj and .*layers\.3\..*q_proj .* share their weight"):
             command(tmp_path / "output")
         assert not (tmp_path / "output").exists()
+
+
+def test_a_configuration_that_does_not_say_whether_the_head_is_tied_is_merged(tmp_path: Path) -> None:
+    base = save_family(tmp_path / "model", "inkling_text")
+    run = find_run(make_run(tmp_path, base=base, lora={"target_modules": ["q_proj"]}))
+    stored, merged = (load_file(each / "model.safetensors") for each in (base, merge(run, tmp_path / "merged")))
+    changed = {name for name, value in merged.items() if not torch.equal(value, stored[name])}
+    assert merged.keys() == stored.keys() and changed == {name for name in stored if name.endswith("q_proj.weight")}

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import one_rank
 from tests.families import FAMILIES, save_family, tiny_config, tiny_family
 from tests.runs_in_process import make_ground, train
-from trainer.config import LoraSection, ModelSection, UserError
+from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_base_model
 from trainer.model.reached_layers import find_reached
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
+from trainer.parallel.engine.deepspeed_engine import deepspeed_config
 
 NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "route tokens"
 LEFT_OUT: dict[str, list[tuple[str, str]]] = {
@@ -50,6 +52,20 @@ def test_what_cannot_learn_is_left_out_and_listed(kind: str) -> None:
     assert len(lines) == len(LEFT_OUT[kind])
     for names, reason in LEFT_OUT[kind]:
         assert any(names in line and reason in line for line in lines), lines
+
+
+@pytest.mark.parametrize(("stage", "quant_type"), [(0, "nf4"), (0, "int8"), (3, None), (3, "nf4")])
+@pytest.mark.parametrize("kind", ["afmoe", "jetmoe"])
+def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, quant_type: Any, tmp_path: Path) -> None:
+    expected = list(find_layers_to_adapt(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2)))
+    settings = deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=3), "fp32", on_gpu=False)
+    with one_rank(tmp_path):
+        model = load_base_model(
+            str(save_family(tmp_path / "model", kind)), ModelSection(), dtype=torch.float32, device=torch.device("cpu"),
+            attention=None, quantization=QuantizationSection(quant_type=quant_type) if quant_type else None,
+            deepspeed_config=settings if stage else None,
+        )  # fmt: skip
+        assert list(find_layers_to_adapt(model, LoraSection(r=2))) == expected
 
 
 @pytest.mark.slow
@@ -106,8 +122,6 @@ def test_runs_of_such_models_train(kind: str, flat: bool, tmp_path: Path) -> Non
 
 def test_rwkv_is_not_rescaled_to_evaluate(tmp_path: Path) -> None:
     """Its weights would be divided in place, packed ones too, and what their adapters add would not."""
-    from trainer.config import QuantizationSection
-
     save_family(tmp_path / "model", "rwkv", num_hidden_layers=8, rescale_every=2)
     for quantization in (None, QuantizationSection()):
         model = load_base_model(

@@ -118,7 +118,7 @@ def _untie_head(adapted: Any) -> None:
 
     base = adapted.get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if not base.config.tie_word_embeddings or not any(
+    if not getattr(base.config, "tie_word_embeddings", False) or not any(
         isinstance(layer, LoraLayer | ModulesToSaveWrapper) for layer in (head, embedding)
     ):
         return

@@ -95,8 +95,10 @@ def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     for path, module in model.named_modules():
         for experts in list(find_expert_weights(module).values())[:1]:
             parent = path.replace(".base_layer", "").rpartition(".")[0]  # adapted models have base layers
+            count = model_shape(experts)[0]
             for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
-                if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):
+                shape = model_shape(each)
+                if len(shape) == 2 and (shape[0] == count or re.search(r"\.router(_\w+)?\.", name)):
                     routers[name] = each
     return routers
 

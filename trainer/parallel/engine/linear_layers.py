@@ -20,15 +20,15 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own parameters that hold one matrix per expert."""
+    """Return a module's own parameters that hold one matrix per expert; they may be packed or partitioned."""
     if "expert" not in type(module).__name__.lower():
         return {}
-    return {name: each for name, each in module.named_parameters(recurse=False) if each.dim() == 3}
+    return {name: each for name, each in module.named_parameters(recurse=False) if len(model_shape(each)) == 3}
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """Return whether experts compute x W instead of x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
-    shapes = {name: whole_shape(each) for name, each in find_expert_weights(experts).items()}
+    shapes = {name: model_shape(each) for name, each in find_expert_weights(experts).items()}
     if not {"gate_up_proj", "down_proj"} <= shapes.keys():
         return bool(getattr(experts, "is_transposed", False))
     gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
