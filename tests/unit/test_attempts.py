@@ -103,7 +103,7 @@ def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.Capt
     """Of the five that are left four divide the 12 samples; the fifth is named."""
     assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
     reported = capfd.readouterr().err
-    assert "the driver no longer shows GPU 2" in reported
+    assert "the driver no longer lists GPU 2" in reported
     assert "continuing with 4 of 6 ranks; 5 do not divide the 12 samples of a step;" in reported
     # What comes after it has another number now.
     assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH

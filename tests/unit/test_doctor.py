@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _ask, _run, show
+from launcher.doctor.command import _run, _run_on_hosts, show
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -208,8 +208,9 @@ def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     found = [asdict(Check("disk", "OK", "x" * 700)), asdict(Check("gpu", "WARN", "none", "a fix"))]
     (tmp_path / "answer").write_text(f"a notice\n{MARK}a {json.dumps(found)}\n")
     good, damaged = ["cat", str(tmp_path / "answer")], ["head", "-c", "500", str(tmp_path / "answer")]
-    checks = _ask({"a": good, "b": damaged, "c": ["sh", "-c", "echo no route >&2; exit 1"], "d": ["/missing/srun"]})
+    unreachable = ["sh", "-c", "echo no route >&2; exit 1"]
+    checks = _run_on_hosts({"a": good, "b": damaged, "c": unreachable, "d": ["/missing/srun"]})
     assert [(check.host, check.name, check.state) for check in checks] == [
         ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
     ]  # fmt: skip
-    assert checks[3].found == "does not run there: no route"
+    assert checks[3].found == "fails there: no route"

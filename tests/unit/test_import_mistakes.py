@@ -173,7 +173,7 @@ def test_booleans_are_those_of_yaml_1_1(yes: str, no: str) -> None:
     assert (config.adapter, config.lora.target_modules) == ("qlora", ("all-linear",))
     assert (config.training.precision, config.training.gradient_checkpointing) == ("bf16", "none")
     assert not config.dataset.packing and not config.lora.dora
-    assert "do_train=false: this configuration trains nothing" in mistakes(FACTORY + f"do_train: {no}\n")[0]
+    assert "do_train=false: this configuration does not train" in mistakes(FACTORY + f"do_train: {no}\n")[0]
     config, _ = imported(FACTORY + f"do_train: {yes}\npacking: {yes}\nsave_strategy: {no}\nuse_galore: {no}\n")
     assert config.dataset.packing and config.training.save_steps == 0
 
@@ -237,7 +237,7 @@ def test_a_configuration_of_accelerate_must_exist_or_say_what_it_is() -> None:
     with pytest.raises(UserError, match=r"^--config_file=mine\.yaml: no such file"):
         written([*start, "mine.yaml", *TRL])
     config, text = written([*start, "configs/deepspeed_zero3.yaml", *TRL])
-    assert config.zero.stage == 3 and "config_file: the file does not exist: stage 3" in text
+    assert config.zero.stage == 3 and "config_file: the file does not exist; stage 3" in text
     for name, stage in (("zero2", 2), ("fsdp1", 3), ("fsdp2", 3)):
         assert written(["trl", "sft", *TRL[1:], "--accelerate_config", name])[0].zero.stage == stage
     config, text = written(["trl", "sft", *TRL[1:], "--accelerate_config", "multi_gpu"])
@@ -304,13 +304,13 @@ def test_settings_with_a_counterpart_are_taken_over() -> None:
         + "train_on_eot: all\nsave_strategy: 'no'\nauto_resume_from_checkpoints: true\nmax_steps: 50\neval_steps: 0.1\n"
         "val_set_size: 0.1\nfsdp_config: {activation_checkpointing: true, reshard_after_forward: false}\n"
     )
-    assert "datasets.0: train_on_eos: last: the token that ends" in text and "train_on_eot: all: the token" in text
+    assert "datasets.0: train_on_eos: last: only the token that ends" in text and "train_on_eot: all: the token" in text
     assert (config.training.save_steps, config.training.eval_steps) == (0, 5)
     assert config.training.resume_from_checkpoint == "auto" and config.zero.stage == 2
     assert config.training.gradient_checkpointing == "non_reentrant"
     source = "chat_template, message_field_training: {}}}"
     imported(AXOLOTL.replace("chat_template}", source.format("train")))
-    with pytest.raises(UserError, match=r"message_field_training=learn: .* must be called train, training or weight"):
+    with pytest.raises(UserError, match=r"message_field_training=learn: .* must be train, training or weight"):
         imported(AXOLOTL.replace("chat_template}", source.format("learn")))
     config, _ = written([*TRL, "--assistant_only_loss", "--save_strategy", "no", "--lr_scheduler_type", "linear"])
     assert config.dataset.train_on == ("assistant",) and config.training.save_steps == 0
@@ -358,7 +358,7 @@ def test_an_option_without_a_value_has_none_in_its_message() -> None:
 
 def test_one_value_of_an_option_is_a_list() -> None:
     dpo = ["trl", "dpo", *TRL[1:], "--loss_type", "sigmoid", "hinge", "--loss_weights"]
-    with pytest.raises(UserError, match=r"^--loss_weights=1: must have a number for each loss of loss_type$"):
+    with pytest.raises(UserError, match=r"^--loss_weights=1: must have one number for each loss of loss_type$"):
         written([*dpo, "1"])
     assert dict(written([*dpo, "1", "0.5"])[0].preference.loss) == {"dpo": 1.0, "hinge": 0.5}
 

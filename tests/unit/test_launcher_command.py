@@ -43,7 +43,7 @@ def test_without_gpus_two_cpu_ranks_are_started(monkeypatch: pytest.MonkeyPatch)
     assert "--num_gpus=2" in command.manual_argv and command.ranks == len(command.rank_environments) == 2
     assert command.set_variables["DS_ACCELERATOR"] == "cpu"
     assert local_command(["c.yaml"], gpus=[], num_gpus=3, port=1).ranks == 3
-    with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and this process may use 4 cores"):
+    with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and each CPU rank needs one of the 4 cores"):
         local_command(["c.yaml"], gpus=[], num_gpus=5, port=1)
 
 

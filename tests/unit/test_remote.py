@@ -94,7 +94,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             "n1": "Connection to n1 closed by remote host"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
         (SRUN, FELL, ENDED, {
-            "n2": "srun did not learn how its ranks ended; the slurmstepd above them has died"}),
+            "n2": "srun did not learn how its ranks ended, because their slurmstepd has died"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
         (
             SRUN,
@@ -177,7 +177,7 @@ def test_what_started_the_ranks_is_ended_long_after_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, signalled: bool
 ) -> None:
     """They have said how they ended, which counts, whatever its own code is; srun waits for a node without a daemon."""
-    monkeypatch.setattr(observer, "OUTLIVED_S", 1.5)
+    monkeypatch.setattr(observer, "LAUNCHER_EXIT_S", 1.5)
     for rank, beat in beats(r0=0, r1=code).items():
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.line())

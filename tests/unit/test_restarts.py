@@ -88,7 +88,7 @@ def test_what_fails_twice_in_a_step_is_told_with_its_documents(
 def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = Starts(tmp_path, *(killed(step) for step in (3, 6, 9)))
     assert starts.run(2) == 137
-    assert "training.max_restarts=2 is used up" in capsys.readouterr().err
+    assert "training.max_restarts=2 is reached" in capsys.readouterr().err
     assert len(starts.settings) == 3
     assert Starts(tmp_path, killed(3)).run(0) == 137
     assert "not restarted" not in capsys.readouterr().err

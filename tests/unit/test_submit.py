@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from launcher.commands import app, main
 from launcher.status import describe_job, describe_run, find_run_dir
-from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render, sbatch_options
+from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render_script, sbatch_options
 from trainer.config import UserError
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 
 HOLD_AND_DIE = """
 import os, sys
@@ -115,7 +115,7 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
 @pytest.mark.parametrize(
     ("time", "message"),
     [
-        ("0:03:00", "--time 0:03:00: is 180 s; the last 300 (--grace) and up to 60 before"),
+        ("0:03:00", "--time 0:03:00: is 180 s, of which 300 (--grace) and up to 60 more are for saving"),
         ("6", "use --time 15 or a smaller --grace"),
         ("tomorrow", "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],
@@ -178,7 +178,7 @@ def test_tasks_beyond_the_sweep_are_refused(config: Path) -> None:
     sweep = ["submit", str(config), "--dry-run", "--sweep", "seed=1,2", "--array"]
     done = CliRunner().invoke(app, [*sweep, "1,0-2"])
     assert isinstance(done.exception, UserError)
-    assert "--array 1,0-2: there are 2 runs, numbered from 0; end at 1" in str(done.exception)
+    assert "--array 1,0-2: the sweep has 2 runs; use 0 to 1" in str(done.exception)
     assert CliRunner().invoke(app, [*sweep, "0-1"]).exit_code == 0
 
 
@@ -208,7 +208,7 @@ def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
 
 
 def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path) -> None:
-    script = render(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
+    script = render_script(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
     assert "#SBATCH '--job-name=a b'" in script
     assert shlex.split(next(line for line in script.splitlines() if line.startswith("set -- ")))[2:] == [
         "my config.yaml", "x='y'",
@@ -220,7 +220,7 @@ def test_status_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(done.exception, UserError) and done.stdout == ""
-    assert f"{tmp_path}: not the folder of a run; pass a run's output_dir" in str(done.exception)
+    assert f"{tmp_path}: is not the folder of a run; pass a run's output_dir" in str(done.exception)
     (tmp_path / "logs" / "job.sbatch").touch()  # submitted, and not begun
     assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
 
@@ -267,7 +267,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
         idle_s=0.0, stuck=False, free_memory_gib=1.0, free_shm_gib=1.0, time=time.time(),
     )  # fmt: skip
     for rank, code in ((0, None), (1, 1)):
-        Folder(tmp_path / "logs", rank, 2).publish(replace(beat, rank=rank, exit_code=code))
+        HeartbeatFolder(tmp_path / "logs", rank, 2).publish(replace(beat, rank=rank, exit_code=code))
     record = {"step": 40, "time": 1.0, "train/loss": 1.25, "perf/step_ms": 500.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.plan import Request, plan
 from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.rendezvous import check_free, free_port, host_name
+from trainer.contract.rendezvous import find_port_problem, free_port, host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import Report, code_version, differences, find_unshared_folder, meet, summary
 from trainer.parallel.ranks.group import Ranks
@@ -109,7 +110,7 @@ def test_the_code_is_the_sources() -> None:
 def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command where the ranks meet on its host, by the first rank elsewhere."""
     port = free_port()
-    check_free(port)
+    assert not find_port_problem(port)
     config = RunConfig.model_validate({"base_model": "m", "output_dir": "o", "dataset": {"path": "d"}})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
@@ -117,7 +118,7 @@ def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPa
         listener.bind(("", port))
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
-            check_free(port)
+            plan(Request(master_port=port), Path())
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {host_name()} "):
             timeout = collective_timeout(config.training)
             meet(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)
