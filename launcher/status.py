@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -135,7 +135,6 @@ def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, 
         file = run / "metrics.jsonl"
         is_damaged = not metrics and file.is_file() and file.stat().st_size
         return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if is_damaged else "none yet")]
-    lines += _describe_shards(run)
     last, loss = records[-1], records[-1]["train/loss"]
     total, step = _compute_total_steps(run, last), last["step"] or 0
     lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
@@ -171,15 +170,6 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
         return f"silent for {_format_duration(silence_s)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.describe_position()}"
-
-
-def _describe_shards(run: Path) -> list[tuple[str, str]]:
-    """Describe the group of ranks that shares one copy of the base, for a run at ZeRO-3."""
-    with suppress(FileNotFoundError, UnreadableFile):
-        if read_value(run / "training_config.json", "zero.stage", Any) == 3:
-            group = read_value(run / "training_config.json", "zero.shard_within", Any)
-            return [("base", f"sharded by ZeRO-3, zero.shard_within={group}")]
-    return []
 
 
 def _format_duration(seconds: float) -> timedelta:

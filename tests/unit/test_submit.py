@@ -236,14 +236,13 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     record = {"step": 40, "train/loss": 1.25, "train/epoch": 0.8, "perf/tokens_per_second": 12345.6}
     record["perf/step_ms"] = 500.0
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
-    settings = {"training": {"max_steps": None, "epochs": 2.0}, "zero": {"stage": 3, "shard_within": "host"}}
+    settings = {"training": {"max_steps": None, "epochs": 2.0}}
     (tmp_path / "training_config.json").write_text(json.dumps(settings))
     lock = FolderLock.take(tmp_path, resumes=False, say=print)
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
     assert shown["left"] == "0:00:30 of training"
-    assert shown["base"] == "sharded by ZeRO-3, zero.shard_within=host"
     shown = dict(describe_run(tmp_path, end_state="CANCELLED"))
     assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))

@@ -30,7 +30,7 @@ from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
+from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
@@ -122,10 +122,6 @@ class Builder:
         with phase("first passes"):
             self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
-
-    def schedule(self, engine: Engine, total_steps: int) -> Any:
-        """Build the learning rate schedule."""
-        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
 
     def step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         """Return the loss of training steps, which replays CUDA graphs if the settings and the model allow it."""

@@ -44,7 +44,12 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     """Form the process group and apply settings that are global to torch."""
     check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
-    _join_process_group(config, ranks, lock, say)
+    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
+    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
+    form_process_group(ranks, timeout)
+    (say.show if world.hosts > 1 else say)(world.summary)
+    if (warning := known_versions.version_warning()) is not None:
+        say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
@@ -61,15 +66,6 @@ def define_task(
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was refused
     return task, total_steps
-
-
-def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
-    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
-    form_process_group(ranks, timeout)
-    (say.show if world.hosts > 1 else say)(world.summary)
-    if (warning := known_versions.version_warning()) is not None:
-        say(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
