@@ -70,7 +70,7 @@ def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch
     assert [check.state for check in check_locks()] == ["FAIL", "FAIL"]
 
 
-def test_a_run_removes_what_only_a_killed_build_can_have_left(
+def test_a_run_removes_locks_of_killed_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -86,7 +86,7 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
     assert capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build killed 10 minutes ago\n"
 
 
-def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:
+def test_too_little_memory_or_disk_fails(tmp_path: Path) -> None:
     need = {"host_per_rank": 2**50, "disk": 2**60}
     memory, _ = check_memory(2, need, on_gpus=False)
     assert memory.state == "FAIL" and "needed for 2 ranks" in memory.found

@@ -196,7 +196,7 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
     assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, up to 15 minutes" in said[0]
 
 
-def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
+def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(UserError):

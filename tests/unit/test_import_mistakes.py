@@ -199,9 +199,7 @@ def test_a_file_name_adds_no_settings(name: str, monkeypatch: pytest.MonkeyPatch
     assert all(letter.isprintable() or letter == "\n" for letter in text) and "seed: 7" in text.partition("\n\n")[0]
 
 
-def test_what_is_imported_is_never_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_imported_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.yml").write_text(AXOLOTL)
     Path("l.yml").write_text(FACTORY)
     Path("link.yml").symlink_to("x.yml")
@@ -232,7 +230,7 @@ def test_a_pipe_or_device_is_not_replaced_by_a_file(
     assert Path("pipe").is_fifo()
 
 
-def test_a_configuration_of_accelerate_must_exist_or_say_what_it_is() -> None:
+def test_a_missing_file_of_accelerate_needs_a_stage_in_its_name() -> None:
     start = ["accelerate", "launch", "--config_file"]
     with pytest.raises(UserError, match=r"^--config_file=mine\.yaml: no such file"):
         written([*start, "mine.yaml", *TRL])

@@ -179,7 +179,7 @@ def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == "error: n2: base_model=/local/model: no such folder\n"
 
 
-def test_an_error_that_says_what_to_change_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     """Exit code 1, as after a full disk; a text in the log that only looks like one is not enough."""
     leave_beat(tmp_path, 0)
     (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
@@ -199,7 +199,7 @@ def test_a_program_without_user_errors_is_reported_as_any_other(
     assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
 
 
-def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_an_earlier_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(OWN)
     sizes = log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:

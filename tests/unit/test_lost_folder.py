@@ -25,9 +25,7 @@ def test_exit_codes(codes: list[int], signals: list[int], code: int) -> None:
     assert exit_code_without_folder(codes, signals) == code
 
 
-def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_does_not_use_up_its_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert not FolderWatch(tmp_path / "logs").wait_until_readable([signal.SIGTERM])
     assert FOLDER_WAIT_AFTER_SIGNAL_S <= time.monotonic() - begin < FOLDER_WAIT_S / 2
@@ -39,9 +37,7 @@ def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
     assert "resume with training.resume_from_checkpoint=auto" in reported
 
 
-def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_only_a_lock_is_not_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = FolderWatch(tmp_path)
     (tmp_path / "lock.json").touch()
     assert not folder.is_readable() and not folder.is_readable()

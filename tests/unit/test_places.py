@@ -59,7 +59,7 @@ def test_slots_of_the_hosts_that_answer_and_divide(
         places.plan_restart(NONE, 8)
 
 
-def test_ranks_meet_where_they_were_told_to_while_that_host_takes_part(
+def test_ranks_meet_at_master_addr_while_its_host_takes_part(
     plan_on_hosts: tuple[RankSlots, set[str]],
 ) -> None:
     places, answering = plan_on_hosts
@@ -115,7 +115,7 @@ def test_nodes_that_are_left_and_divide(
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
 
-def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[RankSlots, list[str]]) -> None:
+def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, list[str]]) -> None:
     places, gone = on_nodes
     assert places.find_failure_domain(3) == ("node n2", {2, 3})
     again = places.plan_restart(frozenset({2, 3}), 12)

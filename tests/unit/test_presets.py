@@ -38,7 +38,7 @@ def test_every_setting_has_its_meaning_above_it_or_beside_it() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_init_writes_where_it_is_told(tmp_path: Path) -> None:
+def test_init_writes_to_the_output_option(tmp_path: Path) -> None:
     result = init("--preset", "smollm2", "--output", "new/a.yaml", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
     assert "zerolora validate new/a.yaml" in result.stdout

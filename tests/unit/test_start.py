@@ -214,7 +214,7 @@ def test_ranks_that_wait_end_with_a_launcher_that_is_killed(folder: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
+def test_rank_0_reports_an_error_in_one_line(folder: Path) -> None:
     with train(folder, "output_dir=refused", "lora.target_modules=[nowhere]") as process:
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
@@ -229,7 +229,7 @@ def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp
     assert _read_model_files(str(tmp_path / "missing.yaml"), []) is None
 
 
-def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_of_all_phases_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.parallel.ranks.progress import Progress
 
     monkeypatch.delenv("ZEROLORA_LAUNCHER", raising=False)
@@ -250,7 +250,7 @@ def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     assert sum(parts.values()) == pytest.approx(age, abs=2.0)
 
 
-def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_preparation_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     assert run_child(killed, "the run failed during its checks") == 137
     reported = rf"the run failed during its checks: process \d+ on {re.escape(HOST)} was killed by signal 9"

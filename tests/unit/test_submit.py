@@ -274,7 +274,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
     assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
 
 
-def test_no_text_of_a_heartbeat_looks_like_another_line(tmp_path: Path) -> None:
+def test_heartbeat_text_cannot_imitate_another_line(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     beat = {"rank": 0, "host": "n1", "pid": 1, "step": 4, "phase": "x\nloss     0.1\x1b[2J\u009d0;a\u0007", "time": 1.0}
     beat |= {name: None for name in ("collective", "place", "collectives_begun")}
@@ -286,7 +286,7 @@ def test_no_text_of_a_heartbeat_looks_like_another_line(tmp_path: Path) -> None:
     assert "x loss" in lines[1] and "\x1b" not in shown and "\x9d" not in shown
 
 
-def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:
+def test_status_shows_held_out_loss_time_and_mean_speed_and_skips_invalid_lines(tmp_path: Path) -> None:
     lines: list[object] = [{"step": 0, "time": 100.0, "eval/loss": 3.0}]
     for step, speed in ((1, 10.0), (2, 100.0), (3, 200.0)):
         values = {"train/loss": 2.0, "perf/tokens_per_second": speed, "perf/step_ms": 1000.0}
@@ -303,7 +303,7 @@ def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out
     assert dict(describe_run(tmp_path))["speed"] == "150.00 images/s"
 
 
-def test_what_slurm_says_of_a_job() -> None:
+def test_slurm_fields_of_a_job_are_described() -> None:
     job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
     job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}
     assert describe_job(job) == [

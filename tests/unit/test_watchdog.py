@@ -112,7 +112,7 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
     )
 
 
-def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
+def test_a_gpu_that_does_not_reach_a_collective_is_reported() -> None:
     reported = describe_hang(beats(device_reached=21), set())
     assert reported.ranks == [1] and "rank 1 on n1" in reported.text
     assert "the GPU is behind" in reported.text and reported.text.endswith("2 other ranks wait for it in all_reduce")
@@ -138,7 +138,7 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
     assert "its host is down" in describe_hang(beats(), {1}).text
 
 
-def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
+def test_a_rank_without_heartbeats_is_behind_and_reported_with_its_host() -> None:
     found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
     nobody = found | {1: Heartbeat.missing(1), 2: Heartbeat.missing(2)}
     reported = describe_hang(nobody, {1, 2})
@@ -199,7 +199,7 @@ def test_a_line_has_always_one_length_and_comes_back() -> None:
     assert Heartbeat.parse(BEAT.line()[:100]) is None
 
 
-def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path: Path) -> None:
+def test_heartbeats_do_not_create_the_folder_and_are_read_by_the_launcher(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     folder = HeartbeatFolder(logs, rank=1, world_size=2)
     folder.publish(BEAT)
@@ -286,7 +286,7 @@ def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
     assert not is_silent(), "it has ended, which is no silence"
 
 
-def test_work_is_told_from_waiting() -> None:
+def test_work_is_distinguished_from_waiting() -> None:
     """In a process of its own: threads that other tests have left (progress bars, pools) do a little work at times."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as fresh:
         fresh.submit(_tell_work_from_waiting).result()

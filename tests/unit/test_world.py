@@ -107,7 +107,7 @@ def test_the_code_is_the_sources() -> None:
     assert version and len(digest) == 12 and int(digest, 16) >= 0
 
 
-def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command where the ranks meet on its host, by the first rank elsewhere."""
     port = free_port()
     assert not find_port_problem(port)
@@ -138,7 +138,7 @@ def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROO
     return [process.communicate(timeout=500)[0].splitlines() for process in ranks]
 
 
-def test_all_ranks_hear_what_the_first_one_decides() -> None:
+def test_all_ranks_receive_the_decision_of_rank_0() -> None:
     said = said_by_two(DECIDE)
     assert [lines[0] for lines in said] == ["refused: output_dir=x: no"] * 2
     assert [lines[1] for lines in said] == ["given: a lock", "given: None"]
