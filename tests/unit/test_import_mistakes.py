@@ -302,7 +302,7 @@ def test_settings_with_a_counterpart_are_taken_over() -> None:
         + "train_on_eot: all\nsave_strategy: 'no'\nauto_resume_from_checkpoints: true\nmax_steps: 50\neval_steps: 0.1\n"
         "val_set_size: 0.1\nfsdp_config: {activation_checkpointing: true, reshard_after_forward: false}\n"
     )
-    assert "datasets.0: train_on_eos: last: only the token that ends" in text and "train_on_eot: all: the token" in text
+    assert "datasets.0: train_on_eos: last: only the token that ends" in text and "train_on_eot: all: only the" in text
     assert (config.training.save_steps, config.training.eval_steps) == (0, 5)
     assert config.training.resume_from_checkpoint == "auto" and config.zero.stage == 2
     assert config.training.gradient_checkpointing == "non_reentrant"
