@@ -308,7 +308,7 @@ def test_settings_with_a_counterpart_are_taken_over() -> None:
     assert config.training.gradient_checkpointing == "non_reentrant"
     source = "chat_template, message_field_training: {}}}"
     imported(AXOLOTL.replace("chat_template}", source.format("train")))
-    with pytest.raises(UserError, match=r"message_field_training=learn: .* must be train, training or weight"):
+    with pytest.raises(UserError, match=r"message_field_training=learn: must be train, training or weight"):
         imported(AXOLOTL.replace("chat_template}", source.format("learn")))
     config, _ = written([*TRL, "--assistant_only_loss", "--save_strategy", "no", "--lr_scheduler_type", "linear"])
     assert config.dataset.train_on == ("assistant",) and config.training.save_steps == 0
