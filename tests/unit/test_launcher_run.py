@@ -128,7 +128,7 @@ def test_a_signal_reaches_every_rank_and_their_save_is_waited_for(
     run.process.send_signal(number)
     assert run.end() == code
     assert [run.text(f"saved-{rank}") for rank in (0, 1)] == [number.name] * 2
-    again = "Ctrl-C" if number == signal.SIGUSR1 else "once more"
+    again = "Ctrl-C" if number == signal.SIGUSR1 else "another signal"
     assert run.text("err").splitlines() == [f"{number.name}: saving a checkpoint, then stopping; {again} stops at once"]
     assert run.left_behind() == []
 
