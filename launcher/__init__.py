@@ -1,1 +1,1 @@
-"""The command line and launcher of zerolora; without torch, so that every command responds at once."""
+"""The command line and launcher of zerolora. Imports no torch, so that commands respond at once."""

@@ -21,7 +21,7 @@ def _command() -> int:
 
 def main() -> None:
     """Run the command line."""
-    # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
+    # Until launcher/entry.py is imported, Ctrl-C ends the process silently instead of with a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     exclude_working_folder()
     if foreign := find_foreign_package():
@@ -45,14 +45,14 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if another distribution shadows one of our packages, else None; imports none of them."""
+    """Return an error message if another distribution shadows one of our packages, else None, without importing any."""
     from importlib.util import find_spec
     from pathlib import Path
 
     for name in PACKAGES:
-        spec, own = find_spec(name), Path(ROOT, name, "__init__.py")
-        origin = spec.origin if spec is not None and spec.origin else str(own)
-        if not os.path.samefile(origin, own) or b"zerolora" not in own.read_bytes():
+        spec, expected = find_spec(name), Path(ROOT, name, "__init__.py")
+        origin = spec.origin if spec is not None and spec.origin else str(expected)
+        if not os.path.samefile(origin, expected) or b"zerolora" not in expected.read_bytes():
             from importlib.metadata import packages_distributions
 
             others = sorted(set(packages_distributions().get(name, ())) - {"zerolora"})

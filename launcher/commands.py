@@ -1,4 +1,4 @@
-"""The subcommands of `zerolora`; those that need torch replace this process."""
+"""The subcommands of `zerolora`. Those that need torch run in a new process image (launcher/module.py)."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from rich.console import Console
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
 from launcher.job_starts import build_resume_settings
-from launcher.module import become_module
+from launcher.module import exec_module
 from launcher.plan import Request
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
@@ -34,19 +34,19 @@ MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
-    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
+    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and tokenize its data."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "report": ("trainer.monitor.report", "Write an HTML page of a run, or of several."),
+    "report": ("trainer.monitor.report", "Write an HTML report of one or more runs."),
     "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
     "serve": ("trainer.commands.serve", "Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
     "ops": ("ops.builder", "Build or list the fused operators."),
     "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
-    "tier": ("benchmarks.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
-    "compare": ("benchmarks.compare", "Compare controllers of the SCU by held-out bits per token, with intervals."),
+    "tier": ("benchmarks.tiers", "Test training on this machine's GPU in six tiers, each with asserted limits."),
+    "compare": ("benchmarks.compare", "Compare SCU controllers by held-out bits per token, with confidence intervals."),
 }
 GROUPS = {
     "Train": ("init", "import", "validate", "estimate", "train", "sweep", "config"),
@@ -56,7 +56,8 @@ GROUPS = {
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
 """The order of the commands in `zerolora --help`, by title."""
-VALUES = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}  # Typer's names of types -> ours
+# Typer's names of types -> how --help shows them.
+METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
 
 UsageError: Any = typer.BadParameter.__base__
 """UsageError of click, which some versions of Typer bundle."""
@@ -73,8 +74,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"zerolora {get_version()}")
         raise typer.Exit
 
@@ -83,7 +84,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_e
 
 
 @app.callback()
-def zerolora(wanted: Version = False) -> None:
+def zerolora(version: Version = False) -> None:
     """Fine-tune Hugging Face models with LoRA and QLoRA, from one GPU to many machines, from one YAML file."""
 
 
@@ -97,23 +98,23 @@ def train(
     exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
     num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="Host for the ranks to meet at; default: the first.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Rendezvous host; default: the first.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
 ) -> None:
-    """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
+    """Train an adapter on the GPUs of this machine, of the hosts in a hostfile, or of a SLURM job."""
     if config.exists() and not config.is_file() and not config.is_dir():
-        raise UserError(f"{config}: a pipe can be read once, and every rank reads the file; write it to a file")
-    given = list(overrides or [])
-    loaded = load_config(config, given)
-    if go_on and (more := build_resume_settings(loaded.config, os.environ)):
-        given += more
-        loaded = load_config(config, given)
+        raise UserError(f"{config}: is a pipe, which only one rank could read; write it to a file")
+    settings = list(overrides or [])
+    loaded = load_config(config, settings)
+    if go_on and (resume_settings := build_resume_settings(loaded.config, os.environ)):
+        settings += resume_settings
+        loaded = load_config(config, settings)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
-    words = [str(config), *given]
-    raise typer.Exit(start(words, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=go_on))
+    arguments = [str(config), *settings]
+    raise typer.Exit(start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=go_on))
 
 
 @app.command("config")
@@ -127,7 +128,7 @@ def show_config(
     if schema and as_json:
         raise UserError("--schema: cannot be combined with --json-schema; remove one")
     if (schema or as_json) and config:
-        raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; leave one of them out")
+        raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; remove one of them")
     if schema:
         typer.echo(reference_text(width=Console().width))
     elif as_json:
@@ -162,10 +163,10 @@ def _add_module_command(name: str, module: str, text: str) -> None:
             raise UserError(
                 f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
             )
-        for word in context.args[:1]:
-            if word.endswith((".yaml", ".yml")) and not Path(word).exists():
-                load_config(Path(word))  # raises its error before the module imports torch
-        become_module(module, context.args)
+        for argument in context.args[:1]:
+            if argument.endswith((".yaml", ".yml")) and not Path(argument).exists():
+                load_config(Path(argument))  # raises its error before the module imports torch
+        exec_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=PASS_THROUGH)(run_module)
 
@@ -175,46 +176,46 @@ for _name, _row in MODULES.items():
 
 
 def build_command() -> Any:
-    """Return the command line, grouped; Typer would show `<bool>` after each flag, and types of arguments."""
+    """Return the command line with grouped commands, and without the types that Typer shows of flags and arguments."""
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
     for group, names in GROUPS.items():
         for name in names:
             command.commands[name].rich_help_panel = group
-    for one in (command, *command.commands.values()):
-        context = typer.Context(one, help_option_names=HELP_OPTIONS)
-        for option in one.get_params(context):
+    for subcommand in (command, *command.commands.values()):
+        context = typer.Context(subcommand, help_option_names=HELP_OPTIONS)
+        for option in subcommand.get_params(context):
             if option.param_type_name == "argument":
                 option.display_type_rich = lambda ctx: None
             else:
-                kind = option.display_type_rich(context).replace("<int range>", "<int>").partition(" ")[0]
-                option.metavar = "" if option.is_flag else VALUES.get(kind, option.metavar)
+                type_name = option.display_type_rich(context).replace("<int range>", "<int>").partition(" ")[0]
+                option.metavar = "" if option.is_flag else METAVARS.get(type_name, option.metavar)
     return command
 
 
 def main() -> int:
     """Run the command line and return its exit code; a user error is one line on stderr and exit code 2."""
-    words = sys.argv[1:] or ["--help"]
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        # Not standalone: Typer would draw a box of five lines around an error.
-        return int(build_command()(args=words, prog_name="zerolora", standalone_mode=False) or 0)
+        # Not standalone, in which mode Typer draws a box of five lines around an error.
+        return int(build_command()(args=arguments, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
         mistake = one_line(_describe_usage_error(error))
         say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
         return EXIT_USAGE
     except typer.Abort:
-        say("error: stopped before an answer was given")
+        say("error: stopped at a prompt")
         return EXIT_FAILED
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
-        if in_path := find_path_mistake(error):
-            say(f"error: {in_path}")
+        if path_mistake := find_path_mistake(error):
+            say(f"error: {path_mistake}")
             return EXIT_USAGE
         if error.filename is None:
-            raise  # perhaps of standard output, which launcher/entry.py handles
+            raise  # launcher/entry.py handles errors of standard output
         say(f"error: {error}")
         return EXIT_FAILED
 
@@ -225,9 +226,8 @@ def _describe_usage_error(error: Any) -> str:
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
     if names and "Input should be " in message:  # pydantic's message has no value
-        given = next(
-            (after for name, after in pairwise(" ".join(sys.argv).replace("=", " ").split()) if name in names), ""
-        )
-        wanted = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
-        return f"{' '.join([*names][:1])} {given}".strip() + f": must be {wanted}"
+        words = pairwise(" ".join(sys.argv).replace("=", " ").split())
+        value = next((after for name, after in words if name in names), "")
+        expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
+        return f"{' '.join([*names][:1])} {value}".strip() + f": must be {expected}"
     return f"{option}: settings are written without dashes: {override}" if override else message

@@ -1,6 +1,6 @@
-"""Run a command so that a signal ends it with one line and exit code 128 + N, never with a traceback.
+"""Run a command so that signal N ends it with one line and exit code 128 + N, never with a traceback.
 
-Used by launcher/cli.py and launcher/module.py. Imports nothing heavy, so that signals are handled early.
+Used by launcher/cli.py and launcher/module.py. Imports little, so that signals are handled early.
 """
 
 import io
@@ -34,7 +34,7 @@ class SignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
-            os._exit(exit_code_after(number))  # a second signal, or a worker forked by a library
+            os._exit(exit_code_after(number))  # at a second signal, or in a worker forked by a library
         self.number = number
         raise self._exception
 
@@ -60,8 +60,8 @@ class _Output(io.FileIO):
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
     """Run `command` and return its exit code.
 
-    A signal raises `exception` inside it and is reported here in one line, whatever the command turns it into. If
-    standard output cannot be written, report that in one line with exit code 1; ignore errors of standard error.
+    A signal raises `exception` in the command and is reported in one line, even if the command converts the exception.
+    A failed write to standard output is reported in one line with exit code 1; errors of standard error are ignored.
     """
     open_closed_descriptors()
     handler, output = SignalHandler(exception), _Output(1, "w", closefd=False)
@@ -79,7 +79,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         sys.stdout.flush()
     except BaseException:
-        # Libraries turn an interrupted import into an error of their own.
+        # Libraries convert an interrupted import to an error of their own.
         if not handler.number and output.error is None:
             raise
         code = EXIT_FAILED
@@ -91,7 +91,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
 
 def _report_output_error(error: OSError) -> int:
     """Report a failed write to standard output, unless the reader closed the pipe, and return the exit code."""
-    # Discard what Python still flushes at exit.
+    # Discard buffered output, which Python flushes at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -102,7 +102,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of libraries before their import: no GPU, retries of the hub, slow CPU kernels."""
+    """Silence warnings of libraries about missing GPUs, hub retries and slow CPU kernels; call before their import."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS`: run `main` of MODULE, with signal handling and short errors."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run `main` of MODULE with signal handling and one-line errors."""
 
 import os
 import signal
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 
-def become_module(module: str, words: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m launcher.module module words`; it keeps signals, terminal and exit code."""
+def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by `python -m launcher.module MODULE ARGUMENTS`, which gets its signals and terminal."""
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # imports of torch take seconds
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until its last lines below unblock it
-    os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # unblocked at the end of this file
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *arguments])
 
 
 def run_main(module: str) -> int:
-    """Call `main` of a module, or of a package's `__main__`, with the arguments in sys.argv; return its exit code."""
+    """Run `main` of a module, or of a package's `__main__`, and return its exit code."""
     from importlib import import_module
     from importlib.util import find_spec
 
@@ -49,7 +49,7 @@ def _command() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in launcher/cli.py
-    # The parent blocks Ctrl-C until here, because it would end Python's own startup in a traceback.
+    # The parent blocks Ctrl-C, which would otherwise interrupt Python's startup with a traceback.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     from launcher.entry import run
 

@@ -16,14 +16,14 @@ from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import read_allocation, srun_command
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
-from trainer.contract.rendezvous import check_free, free_port, random_port
+from trainer.contract.rendezvous import find_port_problem, free_port, port_taken_message, random_port
 
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
-Build = partial[Command]
-"""Build the command that starts all ranks from the arguments of a rank, and `module` if not the trainer."""
-Plan = tuple[Build, Reach | None]
-"""How to build the command, and how to reach its ranks; None if they are children of this process."""
+CommandBuilder = partial[Command]
+"""Builds the command that starts all ranks, from a rank's arguments and optionally its `module`."""
+Plan = tuple[CommandBuilder, Reach | None]
+"""Builds the command, and reaches its ranks; None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
@@ -44,8 +44,8 @@ class Request:
         """Return the options that filter hosts and GPUs."""
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
-    def chosen_launcher(self) -> str:
-        """Return the launcher; `auto` is hostfile with a hostfile, slurm in an allocation, else local.
+    def resolve_launcher(self) -> str:
+        """Resolve `auto`: to hostfile with a hostfile, slurm in an allocation, else local.
 
         Raises UserError for contradictory options.
         """
@@ -62,7 +62,7 @@ class Request:
         if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
             raise UserError(f"--hostfile {self.hostfile}: --launcher {chosen} takes none; use hostfile or mpi")
         if self.master_addr is not None and not re.fullmatch(r"\w[\w.:-]*", self.master_addr):
-            raise UserError(f"--master-addr {self.master_addr}: must be a host's name or address")
+            raise UserError(f"--master-addr {self.master_addr}: must be a host name or address")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UserError(f"--master-port {self.master_port}: must be 1 to 65535")
         if chosen == "local":
@@ -80,14 +80,14 @@ class Request:
 
 
 def plan(request: Request, logs: Path) -> Plan:
-    """Return how to build the command and how to reach its ranks. Raises UserError for options that cannot work."""
-    launcher = request.chosen_launcher()
+    """Plan how to start the ranks and reach them. Raises UserError for options that cannot work."""
+    launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
         if port is None:
             port = free_port()
-        else:
-            check_free(port)
+        elif reason := find_port_problem(port):
+            raise UserError(port_taken_message(port, reason))
         return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.filters())
@@ -102,7 +102,7 @@ def plan(request: Request, logs: Path) -> Plan:
 
 
 def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
-    """Return the plan for slots of a hostfile's hosts; the ranks meet at `address`, or at the first host."""
+    """Plan for `slots` of a hostfile; the ranks meet at `address`, by default the first host."""
     assert request.hostfile is not None
     build = partial(
         hostfile_command,
@@ -129,10 +129,10 @@ def _find_address(host: str) -> str | None:
     """Return the host's name if other hosts can resolve it, else None: DeepSpeed then asks the host."""
     name = host.rpartition("@")[2]
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except socket.gaierror:
-        return None  # a name of ~/.ssh/config
-    if any(address.startswith("127.") or address == "::1" for address in found):
-        say(f"note: {name} is a loopback address here; the other hosts use the first address of `hostname -I` on it")
+        return None  # a name from ~/.ssh/config
+    if any(address.startswith("127.") or address == "::1" for address in addresses):
+        say(f"note: {name} is a loopback address here; other hosts will use its first address of `hostname -I`")
         return None
     return name

@@ -1,4 +1,4 @@
-"""`zerolora init`: write a configuration to start from, with the meaning of each setting above it."""
+"""`zerolora init`: write a configuration to start from, with a comment above each setting."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import BaseModel
 
-from launcher.module import become_module
+from launcher.module import exec_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest, shown
 from trainer.config.yaml_core import parse_scalar
@@ -27,7 +27,7 @@ _SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4
 PRESETS = {name: name for name in _SAME_NAMES.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip
-# Prefix of a model name -> preset, where they differ.
+# Prefix of a model name -> preset, where it differs from the preset's name.
 NAME_PREFIXES = {
     "stable-diffusion-xl": "sdxl",
     "stable-diffusion-3.5": "sd3.5-medium",
@@ -35,8 +35,8 @@ NAME_PREFIXES = {
     "flux1": "flux-dev",
     "flux.2-klein": "flux2-klein",
 }
-# Presets for a model without its own, and for no model: one that runs on a laptop.
-FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
+FALLBACK_PRESET = "tinyllama"  # for a model without its own
+DEFAULT_PRESET = "smollm2"  # without --model; trains on a laptop
 MODEL_FILES = ("config.json", "model_index.json")
 SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 WIDTH = 110
@@ -49,15 +49,15 @@ def init(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to fit the file to; default: those here.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to fit the file to; default: all here.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both can be read."""
     if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
-        raise UserError(f"{empty}: empty; write a value, or leave it out")
-    tailored = gpus is not None or gpu_memory is not None or (preset is None and _can_be_read(model, data))
-    preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
+        raise UserError(f"{empty}: must not be empty; write a value, or leave it out")
+    tailored = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
+    preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
     if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
@@ -74,11 +74,11 @@ def init(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
-    typed, first = shlex.quote(str(output)), _first_step(model, data, preset)
-    typer.echo(f"wrote {output}; {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
+    argument, first_step = shlex.quote(str(output)), _describe_first_step(model, data, preset)
+    typer.echo(f"wrote {output}; {first_step}\n  zerolora validate {argument}\n  zerolora train {argument}")
 
 
-def _first_step(model: str | None, data: str | None, preset: str) -> str:
+def _describe_first_step(model: str | None, data: str | None, preset: str) -> str:
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         return f"{shown(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
@@ -93,14 +93,14 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
         option = f"--gpus {gpus}" if gpus is not None else f"--gpu-memory {gpu_memory}"
         raise UserError(f"{option}: fits the file to a model and data; pass both with --model and --data")
     typer.echo("examining the model and the data")
-    words = ["--model", model, "--data", data, "--output", str(output)]
-    words += ["--gpus", str(gpus)] if gpus is not None else []
-    words += ["--gpu-memory", gpu_memory] if gpu_memory else []
-    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_file_name(output.stem)}"])
+    arguments = ["--model", model, "--data", data, "--output", str(output)]
+    arguments += ["--gpus", str(gpus)] if gpus is not None else []
+    arguments += ["--gpu-memory", gpu_memory] if gpu_memory else []
+    exec_module("trainer.commands.tailor", [*arguments, "--output-dir", f"runs/{_file_name(output.stem)}"])
 
 
-def _can_be_read(model: str | None, data: str | None) -> bool:
-    """Return whether the data is on this machine, and the model's configuration here or on the hub."""
+def _is_readable(model: str | None, data: str | None) -> bool:
+    """Return whether the data is on this machine, and the model's configuration is here or on the hub."""
     from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, HTTPError
     from huggingface_hub.utils import build_hf_headers
@@ -118,14 +118,15 @@ def _can_be_read(model: str | None, data: str | None) -> bool:
 
 
 def find_nearest_preset(model: str) -> str:
-    """Return the preset of this model or its family by name; else one that fits most models."""
-    letters = _normalize(_file_name(model))
-    called = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
-    return next((preset for name, preset in called.items() if letters.startswith(_normalize(name))), FOR_ANY_MODEL)
+    """Return the preset of this model or its family by name, else one that suits most models."""
+    normalized = _normalize(_file_name(model))
+    prefixes = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
+    matches = (preset for name, preset in prefixes.items() if normalized.startswith(_normalize(name)))
+    return next(matches, FALLBACK_PRESET)
 
 
 def render_preset(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """Return the preset's file for `output`, `model` and `data`, with the meaning of each setting above it.
+    """Return the preset's file for `output`, `model` and `data`, with a comment above each setting.
 
     Raises UserError for an unknown preset.
     """
@@ -140,19 +141,19 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
-    given = {"output_dir": f"runs/{_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
+    values = {"output_dir": f"runs/{_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
     if model:
-        given["base_model"] = model
+        values["base_model"] = model
         while rest[0].startswith("#"):
             rest.pop(0)  # comments about the preset's own model
         lines += ["#", f"# {model}, with the settings of the preset {preset}."]
     else:
         while rest[0].startswith("#"):
             lines.append(rest.pop(0))
-    return "\n".join([*lines, "", *_add_comments(rest, given)]) + "\n"
+    return "\n".join([*lines, "", *_add_comments(rest, values)]) + "\n"
 
 
-def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
+def _add_comments(lines: list[str], values: Mapping[str, str]) -> list[str]:
     commented: list[str] = []
     descriptions = _collect_descriptions(RunConfig)
     section = ""
@@ -163,18 +164,18 @@ def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
             name = f"{section}{setting['name']}"
             if not setting["value"]:
                 section = f"{name}."
-            # A line with a comment keeps it instead.
+            # The description is omitted if the line has its own comment.
             if "#" not in setting["value"]:
                 mark = f"{setting['indent']}# "
                 commented += textwrap.wrap(descriptions[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
-            if name in given:
+            if name in values:
                 _, mark, comment = line.partition("  #")
-                line = f"{setting['indent']}{setting['name']}: {_scalar(given[name])}{mark}{comment}"
+                line = f"{setting['indent']}{setting['name']}: {_format_scalar(values[name])}{mark}{comment}"
         commented.append(line)
     return commented
 
 
-def _scalar(text: str) -> str:
+def _format_scalar(text: str) -> str:
     is_plain = re.fullmatch(r"[\w./~@+-]+", text) and parse_scalar(text) == text
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
@@ -189,11 +190,11 @@ def _normalize(name: str) -> str:
 
 
 def _collect_descriptions(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for name, field in section.model_fields.items():
         kind, text = field.annotation, field.description
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             text = kind.__doc__
-            found |= _collect_descriptions(kind, f"{prefix}{name}.")
-        found[prefix + name] = " ".join((text or "").split())
-    return found
+            descriptions |= _collect_descriptions(kind, f"{prefix}{name}.")
+        descriptions[prefix + name] = " ".join((text or "").split())
+    return descriptions

@@ -1,16 +1,16 @@
-"""The slots (GPUs or CPU ranks) of a run's first start, and the choice among them after a failure."""
+"""The slots (GPUs or CPU ranks) of a run's first start, and the choice among them when it restarts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launcher.plan import Build, Plan, Request, plan, plan_on_hosts, select_slots
+from launcher.plan import CommandBuilder, Plan, Request, plan, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, find_unreachable
 from launcher.targets.local import local_command
-from launcher.targets.slurm import Allocation, lost_nodes, srun_command
+from launcher.targets.slurm import Allocation, find_lost_nodes, srun_command
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
 from trainer.contract.rendezvous import free_port
@@ -22,32 +22,32 @@ class RestartPlan:
 
     plan: Plan
     slots: tuple[int, ...]
-    """Slots of the first start, one for each rank."""
+    """For each rank, its slot of the first start."""
     available: int
-    """Number of slots that could be used; some stay idle if they do not divide the global batch."""
+    """Number of usable slots; some stay idle if their number does not divide the global batch."""
 
 
 class RankSlots:
-    """GPUs or CPU ranks of this machine, of hosts or of a SLURM job, numbered by their ranks in the first start."""
+    """Slots of this machine, of hosts or of a SLURM job, numbered by their ranks in the first start."""
 
-    def __init__(self, request: Request, logs: Path, build: Build) -> None:
+    def __init__(self, request: Request, logs: Path, build: CommandBuilder) -> None:
         """Take the slots from `build`, the plan of the first start."""
-        self._request, self._logs, self._launcher = request, logs, request.chosen_launcher()
-        found = build.keywords
-        self._numbers: list[int] = list(found.get("gpus", ()))[: request.num_gpus]
+        self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
+        options = build.keywords
+        self._numbers: list[int] = list(options.get("gpus", ()))[: request.num_gpus]
         # A GPU's number changes when another one fails; its identifier does not.
         identifiers = installed_gpus() if self._numbers else []
         self._gpus = [identifiers[number] for number in self._numbers]
-        self._host_slots = _flat(found.get("slots", {}))
-        self._allocation: Allocation | None = found.get("allocation")
+        self._host_slots = _flatten(options.get("slots", {}))
+        self._allocation: Allocation | None = options.get("allocation")
 
-    def find_unit(self, slot: int) -> tuple[str, frozenset[int]] | None:
-        """Return what to exclude for a slot: its name, and all slots it covers. None under mpirun."""
+    def find_failure_domain(self, slot: int) -> tuple[str, frozenset[int]] | None:
+        """Return the GPU, slot or node to exclude for a failed slot, and all slots it covers; None under mpirun."""
         if self._launcher == "mpi":
             return None
         if self._allocation is not None:
             size = self._allocation.ranks_per_node
-            node = slot // size  # srun starts as many ranks on each node
+            node = slot // size  # srun starts equally many ranks on each node
             return f"node {self._allocation.nodes[node]}", frozenset(range(node * size, (node + 1) * size))
         if self._launcher == "hostfile":
             host, gpu = self._host_slots[slot]
@@ -56,15 +56,15 @@ class RankSlots:
         return name, frozenset({slot})
 
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Plan a restart on the largest number of available slots that divides `total`, on all if that is None.
+        """Plan a restart on the largest number of available slots that divides `total`; on all of them if it is None.
 
-        Skips `excluded` and prints what is unavailable. Raises UserError if no slot is left.
+        Skips `excluded` and prints what is unavailable. Raises UserError if no slot is available.
         """
         if self._launcher == "local":
             return self._plan_local(excluded, total)
         if self._launcher == "hostfile":
-            # A run that is not elastic may use a host added to the file meanwhile.
-            host_slots = self._host_slots if total is not None else _flat(select_slots(self._request))
+            # A run that is not elastic may use hosts added to the file since its start.
+            host_slots = self._host_slots if total is not None else _flatten(select_slots(self._request))
             return self._plan_hosts(host_slots, excluded, total)
         if self._allocation is not None:
             return self._plan_nodes(self._allocation, excluded, total)
@@ -73,16 +73,17 @@ class RankSlots:
         return RestartPlan(planned, tuple(range(ranks)), ranks)
 
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
+        current = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
         all_slots = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
-        if missing := [str(self._numbers[slot]) for slot in all_slots if self._gpus and self._gpus[slot] not in now]:
-            say(f"the driver no longer shows GPU {', '.join(missing)}")
-        available = [slot for slot in all_slots if slot not in excluded and (not self._gpus or self._gpus[slot] in now)]
+        usable = [slot for slot in all_slots if not self._gpus or self._gpus[slot] in current]
+        if missing := [str(self._numbers[slot]) for slot in all_slots if slot not in usable]:
+            say(f"the driver no longer lists GPU {', '.join(missing)}")
+        available = [slot for slot in usable if slot not in excluded]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError("no GPU of this machine is left")
+            raise UserError("no GPU of this machine is available")
         port = self._request.master_port or free_port()
-        chosen = [now[self._gpus[slot]] for slot in slots] if self._gpus else []
+        chosen = [current[self._gpus[slot]] for slot in slots] if self._gpus else []
         build = partial(local_command, gpus=chosen, num_gpus=len(slots), port=port)
         return RestartPlan((build, None), slots, len(available))
 
@@ -91,22 +92,22 @@ class RankSlots:
     ) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in host_slots))
         if missing := find_unreachable(hosts, Path.cwd()):
-            say(f"not reached by ssh: {', '.join(missing)}")
+            say(f"not reachable by ssh: {', '.join(missing)}")
         available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host not in missing]
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError(f"--hostfile {self._request.hostfile}: no slot is left of hosts that can be reached")
-        kept: Slots = {}
+            raise UserError(f"--hostfile {self._request.hostfile}: no slot is available on a reachable host")
+        chosen: Slots = {}
         for slot in slots:
             host, gpu = host_slots[slot]
-            kept.setdefault(host, []).append(gpu)
-        address = self._request.master_addr if host_slots[0][0] in kept else None
-        return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), slots, len(available))
+            chosen.setdefault(host, []).append(gpu)
+        address = self._request.master_addr if host_slots[0][0] in chosen else None
+        return RestartPlan(plan_on_hosts(self._request, self._logs, chosen, address), slots, len(available))
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Choose nodes x ranks per node with the most ranks, because srun starts equally many on each node."""
-        lost, size = lost_nodes(allocation), allocation.ranks_per_node
+        """Choose how many nodes and ranks per node give the most ranks; srun needs equally many on each node."""
+        lost, size = find_lost_nodes(allocation), allocation.ranks_per_node
         if lost:
             say(f"lost nodes: {', '.join(lost)}")
         nodes = [
@@ -115,22 +116,24 @@ class RankSlots:
             if name not in lost and not excluded & set(range(number * size, (number + 1) * size))
         ]
         if not nodes:
-            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is left")
-        # Of shapes with equally many ranks the last one wins, on the fewest nodes.
+            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available")
+        # Among shapes with equally many ranks, the last one wins: that on the fewest nodes.
         shapes = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
         count, ranks = shapes[find_largest_divisor(shapes, total)]
-        kept = replace(allocation, nodes=tuple(allocation.nodes[node] for node in nodes[:count]), ranks_per_node=ranks)
+        reduced = replace(
+            allocation, nodes=tuple(allocation.nodes[node] for node in nodes[:count]), ranks_per_node=ranks
+        )
         address = self._request.master_addr if 0 in nodes[:count] else None
         port = self._request.master_port
-        build = partial(srun_command, allocation=kept, address=address, port=port)
+        build = partial(srun_command, allocation=reduced, address=address, port=port)
         slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
-        return RestartPlan((build, SrunReach(kept)), slots, len(nodes) * size)
+        return RestartPlan((build, SrunReach(reduced)), slots, len(nodes) * size)
 
 
-def _flat(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
+def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     return [(host, gpu) for host, gpus in slots.items() for gpu in gpus]
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:
-    """Return the largest number that divides `total`, or the largest of all if that is None; 0 if none does."""
+    """Return the largest of `numbers` that divides `total`, or the largest if it is None; 0 if none does."""
     return max((number for number in numbers if total is None or total % number == 0), default=0)

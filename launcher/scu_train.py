@@ -32,7 +32,7 @@ from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
 
 FREE_GIB = 10.0
-# Demo data from the standard library's sources, made in a child process: the launcher imports no trainer.
+# Demo data from the standard library's sources; written by a child process, because the launcher imports no torch.
 DEMO_DATA = (
     "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
     "print(*demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
@@ -40,7 +40,7 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Become `zerolora train`; return the exit code of a check or a dry run."""
+    """Replace this process by `zerolora train`; return an exit code only for a check or a dry run."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
@@ -57,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
             return code
     output = Path(checked.output_dir)
     config = output / "logs" / CONFIG_FILE
-    several = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
-    train = ["train", str(config), *overrides, *([] if several else ["--num-gpus", "1"])]
+    uses_all_gpus = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
+    train = ["train", str(config), *overrides, *([] if uses_all_gpus else ["--num-gpus", "1"])]
     header = f"# zerolora {shlex.join(train)}\n"
     if options.dry_run:
         print(header + text, end="")
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_requirements(output: Path) -> int:
-    """Print what `zerolora doctor` finds on this machine without importing torch; return 1 if something fails."""
+    """Print the checks of `zerolora doctor` that need no torch; return 1 if any fails."""
     checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
     show_checks(checks, as_json=False)
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
@@ -80,15 +80,15 @@ def check_requirements(output: Path) -> int:
 def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
     if options.data is not None:
         return options.data, None
-    made = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
-    if made.returncode:
-        raise UserError("--data: the standard library's text could not be made (see above); use a file of your own")
-    train, held_out = made.stdout.splitlines()[-2:]
+    result = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise UserError("--data: the demo data could not be written (see above); use a file of your own")
+    train, held_out = result.stdout.splitlines()[-2:]
     return train, held_out
 
 
 def _copy_output_to(log: Path) -> None:
-    """Append what this process prints from now on to a log as well."""
+    """Also append the output of this process to a log from now on."""
     for descriptor in (1, 2):
         copier = subprocess.Popen(
             ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.job_starts import record_end, record_start
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Build, Plan, Request, plan
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, Plan, Request, plan
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
@@ -19,10 +19,10 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.local import write_environment
-from launcher.targets.slurm import is_requeued, lost_nodes
+from launcher.targets.slurm import find_lost_nodes, is_requeued
 from trainer.config import LoadedConfig, TrainingSection, UserError
 from trainer.config.files import Positive, UnreadableFile, read_value
-from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
+from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.known_versions import installed_version
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -42,14 +42,14 @@ def start(
 ) -> int:
     """Check the run, tokenize its data, run the ranks, and return the exit code.
 
-    `flags` are for the ranks' console. `is_job_start`: record this as one of the starts of a SLURM job.
+    `flags` are options of the ranks' console. `is_job_start` records this as a start of a SLURM job.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
     if not dry_run:
         tie_children_to_this_process()
-        if request.chosen_launcher() == "hostfile":  # takes as long as the slowest login
-            show(f"asking the hosts of {request.hostfile}")
+        if request.resolve_launcher() == "hostfile":  # takes as long as the slowest login
+            show(f"connecting to the hosts of {request.hostfile}")
     build, reach = plan(request, logs)
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:
@@ -68,7 +68,7 @@ def start(
         if prestarted is not None:
             code = prestarted.wait_for_checks(hang_timeout)
         else:
-            # On this machine, for ranks elsewhere. Prints only its progress; rank 0 prints the findings later.
+            # On this machine, for ranks elsewhere. Prints only its progress; rank 0 prints notes and warnings later.
             prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={command.ranks}"]
             code = run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
         if code:
@@ -76,21 +76,21 @@ def start(
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
-            words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            code = Attempts(words, loaded.config.training, run_dir, (build, reach), slots, prestarted).train()
+            rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
+            code = Attempts(rank_arguments, loaded.config.training, run_dir, (build, reach), slots, prestarted).train()
             if is_job_start and lock.is_held:
-                with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended
+                with suppress(OSError, UnreadableFile):  # an unreadable folder does not change the exit code
                     record_end(run_dir, os.environ, code)
             return code
 
 
 def get_version() -> str:
-    """Return zerolora's installed version."""
-    return installed_version("zerolora") or "(not installed)"  # an uninstalled checkout, as on a shared file system
+    """Return the installed version of zerolora."""
+    return installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
 
 
 class Attempts:
-    """The attempts of one run, while its folder is locked."""
+    """Start and restart the ranks of one run while its folder is locked."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Attempts:
         slots: RankSlots,
         prestarted: PrestartedRanks | None,
     ) -> None:
-        """Prepare the first start with `planned` and the `prestarted` ranks; later starts choose among `slots`."""
+        """Use `planned` and the `prestarted` ranks for the first start; restarts choose among `slots`."""
         self._arguments, self._training, self._prestarted = arguments, training, prestarted
         self._planned: Plan | None = planned
         self._slots = slots
@@ -115,7 +115,7 @@ class Attempts:
         self._max_restarts = resolve_max_restarts(self._training.max_restarts, reach)
 
     def train(self) -> int:
-        """Start the ranks, restart them where that may help, and return the exit code."""
+        """Start the ranks, restart them after failures that a restart may fix, and return the exit code."""
         return Restarts(
             self._logs.parent,
             self._start,
@@ -130,14 +130,14 @@ class Attempts:
             (build, reach), self._planned = self._planned, None
         else:
             try:
-                build, reach, more = self._plan_restart()
+                build, reach, batch_settings = self._plan_restart()
             except UserError as error:
                 say(f"not restarted: {error}")
                 return Ending(1)
-            settings += more
+            settings += batch_settings
         with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
-            words = [*self._arguments, *settings, *console.arguments()]
-            command = build(words)
+            arguments = [*self._arguments, *settings, *console.arguments()]
+            command = build(arguments)
             self._full_size = self._full_size or command.ranks
             self._used_slots = self._used_slots or range(self._full_size)
             if isinstance(reach, SshReach):
@@ -146,31 +146,31 @@ class Attempts:
             show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{device}")
             # Prestarted ranks take part in the first attempt only.
             ranks = self._prestarted
-            first = partial(ranks.release, words) if ranks is not None and ranks.is_waiting else None
+            release = partial(ranks.release, arguments) if ranks is not None and ranks.is_waiting else None
             minutes = self._training.hang_timeout
-            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
+            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=release)
             code = supervisor.run()
         fault = None if supervisor.signals else supervisor.fault
         if not (self._training.elastic and self._max_restarts):
             code = _check_lost_nodes(code, reach)
         return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
 
-    def _plan_restart(self) -> tuple[Build, Reach | None, list[str]]:
-        """Return a plan for the available ranks, and the settings that preserve the global batch.
+    def _plan_restart(self) -> tuple[CommandBuilder, Reach | None, list[str]]:
+        """Plan a start of the available ranks; return it with the settings that preserve the global batch.
 
-        With `training.elastic` use the largest number of ranks that divides the global batch, else as many as at first.
-        Raises UserError if too few ranks are available.
+        Uses the largest number of ranks that divides the global batch with `training.elastic`, else the initial number.
+        Raises UserError if too few slots are available.
         """
         total = self._global_batch() if self._training.elastic else None
         restart = self._slots.plan_restart(self._excluded, total)
-        ranks, (build, reach), before = len(restart.slots), restart.plan, len(self._used_slots)
+        ranks, (build, reach), previous_ranks = len(restart.slots), restart.plan, len(self._used_slots)
         if ranks != self._full_size and (total is None or total % ranks):
             raise UserError(
                 f"{ranks} of {self._full_size} ranks can be started now; repair the others"
                 + ", or set training.elastic=true to continue with these" * (total is None)
             )
         self._used_slots = restart.slots
-        if ranks == before == self._full_size:
+        if ranks == previous_ranks == self._full_size:
             return build, reach, []
         if ranks < self._full_size:
             say(
@@ -178,20 +178,22 @@ class Attempts:
                 + f"; {restart.available} do not divide the {total} samples of a step" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
-        # The micro-batch stays the upper bound of what a rank processes at once.
+        # training.batch_size stays the upper bound of the micro-batch.
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
     def _exclude(self, ending: Ending) -> str | None:
-        rank = None if ending.fault is None else ending.fault.rank
-        unit = None if rank is None or rank >= len(self._used_slots) else self._slots.find_unit(self._used_slots[rank])
-        if unit is None or len(self._excluded | unit[1]) >= self._full_size:
+        rank = ending.fault.rank if ending.fault is not None else None
+        if rank is None or rank >= len(self._used_slots):
             return None
-        name, slots = unit
+        domain = self._slots.find_failure_domain(self._used_slots[rank])
+        if domain is None or len(self._excluded | domain[1]) >= self._full_size:
+            return None
+        name, slots = domain
         self._excluded |= slots
         return name
 
     def _global_batch(self) -> int | None:
-        """Return the samples of a step from the run's resolved settings; None before they are written."""
+        """Return the samples per step from the run's resolved settings; None before they are written."""
         try:
             names = ("training.batch_size", "training.gradient_accumulation_steps")
             sizes = [read_value(self._logs.parent / "training_config.json", name, Positive) for name in names]
@@ -202,16 +204,16 @@ class Attempts:
 
 
 def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
-    """Return `training.max_restarts`; by default 0 below srun in a job that SLURM requeues, else 3."""
+    """Return `training.max_restarts`; by default 0 under srun in a job that SLURM requeues, else 3."""
     if setting is not None:
         return setting
     return 0 if isinstance(reach, SrunReach) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
 
 
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:
-    if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
+    if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
         return code
-    lost = lost_nodes(reach.allocation)
+    lost = find_lost_nodes(reach.allocation)
     if not lost:
         return code
     say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")

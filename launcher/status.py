@@ -1,4 +1,4 @@
-"""`zerolora status`: the progress of a job or run, from SLURM, the run's heartbeats and its metrics."""
+"""`zerolora status`: show the progress of a job or run from SLURM, heartbeats and metrics."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,25 +22,25 @@ from trainer.contract.json_records import MAX_METRICS_BYTES, Record, parse_recor
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
-# Any of these marks the folder of a run, or of a job that has not started.
+# Any of these identifies the folder of a run, or of a job that has not started.
 RUN_FILES = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
 # Heartbeats are written every second or two; a network file system may show them late.
 RECENT_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
-LONGEST_S = 1e12
+MAX_DURATION_S = 1e12
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
 def status(
-    target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job's number, or the folder of a run.")],
+    target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job ID, or the folder of a run.")],
 ) -> None:
     """Show state, step, loss, speed and remaining time of a job or a run."""
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: SLURM does not know it (any more); use the folder of its run")
+            raise UserError(f"job {target}: unknown to SLURM, or forgotten; use the folder of its run")
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
@@ -48,9 +48,9 @@ def status(
         return
     run = Path(target)
     if not run.is_dir():
-        raise UserError(f"{shown(target)}: neither a job's number nor an existing folder; pass a run's output_dir")
+        raise UserError(f"{shown(target)}: is neither a job ID nor the folder of a run; pass a run's output_dir")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
-        raise UserError(f"{shown(target)}: not the folder of a run; pass a run's output_dir or a job ID")
+        raise UserError(f"{shown(target)}: is not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)
     end_state = None
     # Without SLURM's tools only the folder is described.
@@ -61,7 +61,7 @@ def status(
 
 
 def record_job(job_id: int, run: Path) -> None:
-    """Write the job's id to the run's logs, and the run's folder to the job's comment."""
+    """Write the job ID to the run's logs, and the run's folder to the job's comment."""
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     write_whole(logs / JOB_FILE, f"{job_id}\n")
@@ -70,7 +70,7 @@ def record_job(job_id: int, run: Path) -> None:
 
 
 def read_job_id(run: Path) -> str:
-    """Return the id of the job that trained in the folder; empty if none or a malformed one is recorded."""
+    """Return the ID of the job that trained in the folder; empty if none is recorded, or a malformed one."""
     try:
         number = read_text(run / "logs" / JOB_FILE).strip()
     except (FileNotFoundError, UnreadableFile):
@@ -82,13 +82,13 @@ def read_job(number: str) -> list[dict[str, str]]:
     """Return SLURM's fields of a job, or of each task of an array; empty if SLURM has forgotten it."""
     if shutil.which("scontrol") is None:
         raise UserError(f"job {number}: scontrol is missing; run this on the cluster, or use the folder of the run")
-    shown = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
-    if shown.returncode:
+    result = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
+    if result.returncode:
         return []
-    # A value may hold spaces, never " Name=".
+    # Values may contain spaces, but not " Name=".
     fields = re.compile(r"(?:^| )([A-Z][A-Za-z:/]*)=")
     jobs = []
-    for line in shown.stdout.splitlines():
+    for line in result.stdout.splitlines():
         parts = fields.split(line.strip())
         jobs.append(dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)))
     return [job for job in jobs if job]
@@ -126,28 +126,27 @@ def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, 
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.
-    is_over = end_state is not None or describe_live_holder(run) is None
+    has_ended = end_state is not None or describe_live_holder(run) is None
     if beats:
         lines.append(("state", _describe_state(run, list(beats.values()), end_state)))
-    everything = _read_metrics(run / "metrics.jsonl")
-    records = [record for record in everything if "train/loss" in record]
+    metrics = _read_metrics(run / "metrics.jsonl")
+    records = [record for record in metrics if "train/loss" in record]
     if not records:
         file = run / "metrics.jsonl"
-        damaged = not everything and file.is_file() and file.stat().st_size
-        return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if damaged else "none yet")]
-    lines += _describe_shards(run)
+        is_damaged = not metrics and file.is_file() and file.stat().st_size
+        return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if is_damaged else "none yet")]
     last, loss = records[-1], records[-1]["train/loss"]
-    total, step = _total_steps(run, last), last["step"] or 0
+    total, step = _compute_total_steps(run, last), last["step"] or 0
     lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
     lines.append(("loss", f"{loss:.4f}" if loss is not None else "not finite"))
-    lines += _describe_held_out(everything)
+    lines += _describe_held_out(metrics)
     for name, text in SPEEDS.items():
         if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step includes builds and warm-up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
-    if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
-        lines.append(("left", f"{_duration((total - step) * median(times) / 1e3)} of training"))
+    if total and not has_ended and times and None in {beat.exit_code for beat in beats.values()}:
+        lines.append(("left", f"{_format_duration((total - step) * median(times) / 1e3)} of training"))
     return lines
 
 
@@ -163,26 +162,18 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
     slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
     if describe_live_holder(run) is None:
         # A run that ended by itself released its lock; some ranks may have had no time to record their exit code.
-        killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
-        return f"{'killed' if killed else f'ended with {failed}'}, rank {slowest.rank} at {slowest.where()}"
-    silent = time.time() - max(beat.time for beat in beats)
-    if silent > RECENT_S:
-        return f"silent for {_duration(silent)}"
+        was_killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
+        state = "killed" if was_killed else f"ended with {failed}"
+        return f"{state}, rank {slowest.rank} at {slowest.describe_position()}"
+    silence_s = time.time() - max(beat.time for beat in beats)
+    if silence_s > RECENT_S:
+        return f"silent for {_format_duration(silence_s)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
-    return f"running on {hosts}, rank {slowest.rank} at {slowest.where()}"
+    return f"running on {hosts}, rank {slowest.rank} at {slowest.describe_position()}"
 
 
-def _describe_shards(run: Path) -> list[tuple[str, str]]:
-    """Return a line on which ranks share a copy of the base, for a run at ZeRO-3."""
-    with suppress(FileNotFoundError, UnreadableFile):
-        if read_value(run / "training_config.json", "zero.stage", Any) == 3:
-            within = read_value(run / "training_config.json", "zero.shard_within", Any)
-            return [("base", f"sharded by ZeRO-3, zero.shard_within={within}")]
-    return []
-
-
-def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=int(min(max(seconds, 0.0), LONGEST_S)))
+def _format_duration(seconds: float) -> timedelta:
+    return timedelta(seconds=int(min(max(seconds, 0.0), MAX_DURATION_S)))
 
 
 def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
@@ -205,15 +196,15 @@ def _read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def _total_steps(run: Path, last: Record) -> int | None:
-    """Return the steps of the whole run, as set or derived from the epochs done; None if unknown."""
-    settings, done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
+def _compute_total_steps(run: Path, last: Record) -> int | None:
+    """Return the total steps of the run, from its settings or the epochs completed; None if unknown."""
+    settings, epochs_done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
     with suppress(FileNotFoundError, UnreadableFile):
         steps: int | None = read_value(settings, "training.max_steps", Count | None)
-        if steps or not done or done < 1e-9:
+        if steps or not epochs_done or epochs_done < 1e-9:
             return steps or None
         epochs: float = read_value(settings, "training.epochs", Seconds)
-        return max(round(step * epochs / done), int(step))
+        return max(round(step * epochs / epochs_done), int(step))
     return None
 
 

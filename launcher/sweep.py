@@ -1,4 +1,4 @@
-"""`zerolora sweep`: train every combination of some settings, one by one, in parallel, or as a SLURM array."""
+"""`zerolora sweep`: train every combination of settings, one by one, in parallel, or as a SLURM array."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from typing import IO, Annotated
 
 import typer
 
-from launcher.module import become_module
+from launcher.module import exec_module
 from launcher.submit import RESUME, expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
@@ -33,7 +33,7 @@ POLL_S = 0.5
 
 @dataclass
 class Run:
-    """One combination: its settings, its folder, and its result."""
+    """One combination of settings, with its folder and result."""
 
     settings: list[str]
     folder: Path
@@ -60,35 +60,35 @@ def sweep(
         int | None, typer.Option(help="Run in parallel with this many GPUs each; default: one by one on all GPUs.")
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit an array of jobs; further options go to `zerolora submit`.")
+        bool, typer.Option("--slurm", help="Submit an array of jobs; further options are those of `zerolora submit`.")
     ] = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Train as many runs on one base in one run as memory allows.")
+        bool, typer.Option("--together", help="Train as many runs as fit in memory together, on one base.")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="Only show the results so far.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only show the current results.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
 ) -> None:
     """Train every combination of the given values, then show the runs in a table and a page, best first."""
-    words = [*(settings or []), *context.args]
-    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    submit_options = words[first:]
-    axes, fixed = split_axes(words[:first])
+    arguments = [*(settings or []), *context.args]
+    first_option = next((at for at, text in enumerate(arguments) if text.startswith("-")), len(arguments))
+    submit_options = arguments[first_option:]
+    axes, fixed = split_axes(arguments[:first_option])
     loaded = load_config(config, fixed).config
     folder = Path(loaded.output_dir).absolute()
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
-        raise UserError(f"{RESUME}={resumes}: each run of a sweep resumes from its own folder; remove it")
+        raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
-        one = next((f"{text} is one value, a list" for text in fixed if "," in text), "nothing to try")
-        raise UserError(f"zerolora sweep: {one}; write training.learning_rate=1e-4,2e-4")
+        one = next((f"{text} is one value, a list" for text in fixed if "," in text), "no values to try")
+        raise UserError(f"zerolora sweep: {one}; write several, such as training.learning_rate=1e-4,2e-4")
     if table:
-        become_module("trainer.commands.sweep_table", [str(folder)])
+        exec_module("trainer.commands.sweep_table", [str(folder)])
     if submit_options and not slurm:
         raise UserError(
-            f"{submit_options[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm"
+            f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
         )
     runs = plan_runs(config, axes, fixed, folder)
     if together and (slurm or gpus_per_run is not None):
-        raise UserError("zerolora sweep --together: one run has all GPUs; remove --slurm or --gpus-per-run")
+        raise UserError("--together: uses all GPUs in one run; remove --slurm or --gpus-per-run")
     if slurm:
         _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
         return
@@ -101,7 +101,7 @@ def sweep(
             typer.echo(shlex.join(["zerolora", *command(config, run, gpus_per_run)[3:]]))
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
-    become_module("trainer.commands.sweep_table", [str(folder)])
+    exec_module("trainer.commands.sweep_table", [str(folder)])
 
 
 def _submit_array(
@@ -114,19 +114,19 @@ def _submit_array(
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
         options += ["--array", ",".join(tasks)]
     if not tasks and not dry_run:
-        become_module("trainer.commands.sweep_table", [str(folder)])
-    words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
+        exec_module("trainer.commands.sweep_table", [str(folder)])
+    arguments = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
     if dry_run:
         if tasks:
-            typer.echo(shlex.join(["zerolora", *words]))
+            typer.echo(shlex.join(["zerolora", *arguments]))
         return
     record_runs(folder, runs)
-    say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
-    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
+    say(f"to see the results: zerolora sweep {config} {shlex.join(fixed)} --table")
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *arguments])
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split settings into those with several values and those fixed for all runs. Raises UserError."""
+    """Split settings into those with several values and those fixed for all runs; raises UserError for others."""
     axes: list[str] = []
     fixed: list[str] = []
     for text in settings:
@@ -134,25 +134,24 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals or not name:
             raise UserError(f"{text}: must read key=value,value, such as training.learning_rate=1e-4,2e-4")
         takes_list = tuple in accepted_types(setting_type(ALIASES.get(name, name)) or str)
-        (axes if "," in values and not takes_list and not values.startswith(("[", "{", '"', "'")) else fixed).append(
-            text
-        )
+        is_axis = "," in values and not takes_list and not values.startswith(("[", "{", '"', "'"))
+        (axes if is_axis else fixed).append(text)
     return axes, fixed
 
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
-    """Return all runs, validated, with the exit code 0 of those already finished. Raises UserError for invalid ones."""
+    """Return all runs after validation, with exit code 0 for finished ones. Raises UserError for invalid settings."""
     lines = expand_sweep(axes, folder, fixed)
-    before = {entry.folder: entry for entry in read_sweep(folder)}
+    recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
     for line, loaded in zip(lines, load_runs(config, fixed, lines), strict=True):
         digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
         run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
-        earlier = before.get(str(run.folder))
+        earlier = recorded.get(str(run.folder))
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
         if earlier and earlier.digest == digest:
-            # An array's jobs record no exit codes: all ranks of the last start succeeded.
+            # The jobs of an array record no exit codes, but their ranks do.
             codes = {beat.exit_code for beat in read_heartbeats(run.folder / "logs").values()}
             run.exit_code = 0 if earlier.exit_code == 0 or codes == {0} else None
         runs.append(run)
@@ -162,66 +161,64 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 def combine_runs(
     config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
 ) -> list[Run]:
-    """Return runs with `adapters`, of equally many of these runs each, the fewest that fit a GPU by the estimate."""
+    """Combine runs into the fewest runs with `adapters` that fit a GPU by the estimate, with equally many in each."""
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
     if len(waiting) > 1:
-        load_config(config, _settings_together(waiting, fixed, folder))  # refuses settings that adapters share
+        load_config(config, _combine_settings(waiting, fixed, folder))  # raises for settings that adapters share
     if not dry_run:
         record_runs(folder, runs)
     if len(waiting) < 2:
         return waiting
     for parts in range(1, len(waiting) + 1):
         size = -(-len(waiting) // parts)
-        words = _settings_together(waiting[:size], fixed, folder)
-        if not gpus or _fits(config, words, gpus[0]):
+        settings = _combine_settings(waiting[:size], fixed, folder)
+        if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"{len(waiting)} runs as {len(groups)}, with up to {size} adapters each")
-    return [Run(_settings_together(group, fixed, folder), folder, "") for group in groups]
+    say(f"training {len(waiting)} runs as {len(groups)}, with up to {size} adapters each")
+    return [Run(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
-def _settings_together(runs: Sequence[Run], fixed: Sequence[str], folder: Path) -> list[str]:
+def _combine_settings(runs: Sequence[Run], fixed: Sequence[str], folder: Path) -> list[str]:
     entries = []
     for run in runs:
-        own = [
-            parse_override(text) for text in run.settings if text not in fixed and not text.startswith("output_dir=")
-        ]
-        entries.append({"name": run.name, **dict(own)})
+        varied = [text for text in run.settings if text not in fixed and not text.startswith("output_dir=")]
+        entries.append({"name": run.name, **dict(map(parse_override, varied))})
     return [*fixed, f"adapters={json.dumps(entries)}", f"output_dir={folder}"]
 
 
-def _fits(config: Path, settings: Sequence[str], gpu: int) -> bool:
-    """Return whether a run fits the memory of a GPU, by `zerolora estimate`; a model without an estimate does."""
+def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
+    """Return whether a run fits a GPU according to `zerolora estimate`; True if there is no estimate for its model."""
     query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     memory = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     command = [sys.executable, "-m", "launcher.cli", "estimate", str(config), *settings, "--json"]
     options = ["--gpu-memory", f"{memory}MiB"] if memory.isdigit() else []
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    result = subprocess.run([*command, *options], capture_output=True, text=True)
     try:
-        return bool(json.loads(done.stdout)["fits"])
+        return bool(json.loads(result.stdout)["fits"])
     except (ValueError, KeyError):
         return True  # `zerolora train` checks it again
 
 
 def _report_finished(runs: Sequence[Run]) -> None:
-    if done := sum(run.exit_code == 0 for run in runs):
-        say(f"{done} of {len(runs)} runs are already finished")
+    if finished := sum(run.exit_code == 0 for run in runs):
+        say(f"{finished} of {len(runs)} runs are already finished")
 
 
 def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[int]]:
-    """Return groups of `gpus_per_run` GPUs; one empty group if a run takes all GPUs, or there are none."""
+    """Split GPUs into groups of `gpus_per_run`; return one empty group if each run uses all GPUs, or there are none."""
     if gpus_per_run is not None and gpus_per_run < 1:
         raise UserError(f"--gpus-per-run {gpus_per_run}: must be 1 or more")
     if gpus_per_run is None or not gpus:
         return [()]
     if gpus_per_run > len(gpus):
-        raise UserError(f"--gpus-per-run {gpus_per_run}: this machine offers {len(gpus)}")
+        raise UserError(f"--gpus-per-run {gpus_per_run}: this machine has only {len(gpus)}; use {len(gpus)} or fewer")
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 
 def command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
-    """Return the command of one run, which resumes if it was stopped before."""
+    """Return the command of one run, which resumes from its newest checkpoint, if any."""
     resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
@@ -230,7 +227,7 @@ def command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
 def train_runs(
     config: Path, runs: list[Run], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
 ) -> None:
-    """Start runs as GPUs become free, until all have ended; forward signals to the running ones."""
+    """Start runs as GPUs become free, until all have ended; forward a stop to the running ones."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
@@ -252,7 +249,7 @@ def train_runs(
                 free.append(run.gpus)
                 _record_end(run, runs, folder)
     finally:
-        for run in running:  # after Ctrl-C or SIGTERM each saves, then stops
+        for run in running:  # after Ctrl-C or SIGTERM, each saves a checkpoint and stops
             if run.process and run.process.poll() is None:
                 run.process.send_signal(signal.SIGTERM)
         for run in running:
@@ -264,14 +261,14 @@ def _start_run(config: Path, run: Run, gpus_per_run: int | None, folder: Path, *
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
-    words = command(config, run, gpus_per_run)
+    arguments = command(config, run, gpus_per_run)
     if alone:
-        run.process = subprocess.Popen(words, env=environment, start_new_session=True)
+        run.process = subprocess.Popen(arguments, env=environment, start_new_session=True)
         return
     run.log = (folder / f"{run.name}.log").open("wb")
-    words.append("logging.progress=lines")
+    arguments.append("logging.progress=lines")
     run.process = subprocess.Popen(
-        words, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=run.log, stderr=run.log
+        arguments, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=run.log, stderr=run.log
     )
 
 
@@ -281,7 +278,7 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
     if run.log:
         run.log.close()
     if run.exit_code:
-        where = f"; {folder / run.name}.log says why" if run.log else ""
+        where = f"; see {folder / run.name}.log" if run.log else ""
         say(f"{run.name}: ended with {run.exit_code}{where}")
     record_runs(folder, runs)
 
@@ -289,5 +286,5 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
 def record_runs(folder: Path, runs: Sequence[Run]) -> None:
     """Record the runs with their settings and exit codes; keep those of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [run for run in runs if run.folder != folder]  # adapters that train together record themselves
+    runs = [run for run in runs if run.folder != folder]  # adapters of a joint run record themselves
     write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

@@ -21,6 +21,7 @@ from trainer.loop import Loop
 from trainer.monitor.console import Output
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import watch_stragglers
+from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
@@ -179,7 +180,7 @@ class Run:
     def _restore(self, engine: Engine) -> Position:
         """Create batches and schedule, and return the position; all are restored if there is a checkpoint."""
         self.batches = self.task.batches()
-        self.schedule = self.builder.schedule(engine, self.total_steps)
+        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
 

@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, open_log, parse, resumed_settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
-from trainer.contract.rendezvous import read_place
+from trainer.contract.rendezvous import read_rank_variables
 from trainer.data.demo_data import demo_data
 from trainer.parallel.ranks.training_process import begin
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     rank = local_rank = 0
     try:
-        _, rank, _, local_rank = read_place(os.environ)
+        _, rank, _, local_rank = read_rank_variables(os.environ)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / CONFIG_FILE
             overrides, output = _write(path, arguments)

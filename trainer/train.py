@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 
-from trainer.contract.rank_arguments import HELD
+from trainer.contract.rank_arguments import PRESTARTED
 from trainer.contract.standard_streams import PROGRESS
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.training_process import begin
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     begin()
     gc.disable()  # until all imports are done
     arguments = sys.argv[1:] if argv is None else argv
-    if HELD in arguments:
+    if PRESTARTED in arguments:
         if os.environ["RANK"] == "0":
             PROGRESS.show("importing")
         from trainer.entry.prestart import main as prestart

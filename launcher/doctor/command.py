@@ -1,4 +1,4 @@
-"""`zerolora doctor`: find what would stop or slow down a run before it starts, with a fix for each problem."""
+"""`zerolora doctor`: find problems that would stop or slow down a run, and suggest a fix for each."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from launcher.doctor.this_host import (
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
-from launcher.targets.hostfile import SSH, check_reachable
+from launcher.targets.hostfile import SSH, find_unreachable
 from launcher.targets.local import Command, exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
@@ -48,7 +48,7 @@ RANKS_PATIENCE_S = 300.0
 LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
-COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 HOST_PATIENCE_S = 300.0
 
 
@@ -61,12 +61,12 @@ def doctor(
     exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude, as for train.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
     num_gpus: Annotated[int | None, typer.Option(help="Ranks per host.")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="Address for the ranks to meet at.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Rendezvous host.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Rendezvous port.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
-    """Check everything that a run needs; exit with 1 and a fix if something will fail."""
+    """Check everything that a run needs; print a fix for each problem, and exit with 1 if a check fails."""
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -80,15 +80,15 @@ def doctor(
 
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
-    """Check this host, the connections to others, the others, and all ranks together, as far as possible."""
-    chosen = request.chosen_launcher()
+    """Check this host, the other hosts and the connections to them, and all ranks together, as far as possible."""
+    chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
-    checks += _other_hosts(chosen, request, [*arguments, *num_gpus])
+    checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
-        return [*checks, Check("ranks", "WARN", "not tested: they cannot be started", "see the checks above")]
+        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "see the checks above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
             return [*checks, Check("ranks", "FAIL", str(error), "see the message")]
         if isinstance(reach, SshReach):
             write_environment(Path(folder) / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
-        return checks + measure_ranks(command)
+        return checks + check_ranks(command)
 
 
 def check_this_host(
@@ -108,43 +108,43 @@ def check_this_host(
     """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
     checks = [*check_packages(), check_bytecode(), *check_driver(), *check_locks(), check_port(port)]
-    probed, need = probe(arguments, ranks)
+    probed, need = run_probe(arguments, ranks)
     return [
         *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
     ]  # fmt: skip
 
 
-def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> list[Check]:
+def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> list[Check]:
     if chosen == "slurm":
         if not in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return []
         allocation = read_allocation(
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
         )
-        return ask_by_srun(allocation, arguments)
+        return check_nodes_by_srun(allocation, arguments)
     if request.hostfile is None:
         return []
     reached = list(check_ssh(list(select_slots(request))))
-    return [*reached, *ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)]
+    return [*reached, *check_hosts_by_ssh([check.host for check in reached if check.state == "OK"], arguments)]
 
 
-def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
-    """Run the checks of this machine that need torch in a child process; return them and `estimate_need`'s bytes."""
+def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
+    """Run the checks that need torch in a child process; return them and the bytes needed according to the estimate."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
-    found, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
-    if found is None:
+    output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
+    if output is None:
         return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], {}
-    return [Check(**check) for check in found["checks"]], found["need"]
+    return [Check(**check) for check in output["checks"]], output["need"]
 
 
-def measure_ranks(command: Command) -> list[Check]:
-    """Start the ranks as a run would, and let them check each other."""
-    PROGRESS.show(f"starting {command.ranks} ranks, which check each other")
-    found, problem = _run(command, RANKS_PATIENCE_S)
-    if found is None:
-        return [Check("ranks", "FAIL", problem, f"run it by hand: {command.shell()}")]
-    return [Check(**check) for check in found["checks"]]
+def check_ranks(command: Command) -> list[Check]:
+    """Start the ranks as a run would, and let them test their connections."""
+    PROGRESS.show(f"starting {command.ranks} ranks to test their connections")
+    output, problem = _run(command, RANKS_PATIENCE_S)
+    if output is None:
+        return [Check("ranks", "FAIL", problem, f"run this yourself: {command.shell()}")]
+    return [Check(**check) for check in output["checks"]]
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
@@ -153,12 +153,12 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.returncode for process in processes):  # the others cannot finish without it
+            if any(process.returncode for process in processes):  # the others cannot finish without the failed one
                 deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
         late = [process for process in processes if process.poll() is None]
         for process in late:
-            process.terminate()  # srun and mpirun end their ranks then
+            process.terminate()  # makes srun and mpirun end their ranks
         end_sessions([process.pid for process in processes])
         codes = [process.wait() for process in processes]
         output.seek(0)
@@ -177,7 +177,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
 def show(checks: Iterable[Check], *, as_json: bool) -> None:
     """Print the table, or one JSON object with `checks` and the `counts` of each state."""
     listed = list(checks)
-    counts = {state: sum(check.state == state for check in listed) for state in COLOURS}
+    counts = {state: sum(check.state == state for check in listed) for state in COLORS}
     if as_json:
         typer.echo(json.dumps({"checks": [asdict(check) for check in listed], "counts": counts}, indent=1))
         return
@@ -186,19 +186,19 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    # Of other hosts list only problems: there may be hundreds.
-    good = {check.host: 0 for check in listed if check.host}
+    # List only the problems of other hosts, of which there may be hundreds.
+    passed = {check.host: 0 for check in listed if check.host}
     for check in listed:
         if check.host and check.state == "OK":
-            good[check.host] += 1
+            passed[check.host] += 1
             continue
         name = f"{check.host}: {check.name}" if check.host else check.name
-        word = "better" if check.state == "OK" else "fix"
-        fix = f"\n[bold]{word}:[/bold] {escape(printable(check.fix))}" if check.fix else ""
+        label = "better" if check.state == "OK" else "fix"
+        fix = f"\n[bold]{label}:[/bold] {escape(printable(check.fix))}" if check.fix else ""
         table.add_row(
-            f"[{COLOURS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
+            f"[{COLORS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
         )
-    for host, count in good.items():
+    for host, count in passed.items():
         table.add_row("[green]OK[/]", escape(host), f"{count} checks passed")
     console.print(table)
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
@@ -206,42 +206,41 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
     """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        yield from pool.map(_check_host, hosts)
+    problems = find_unreachable(hosts, Path.cwd())
+    for host in hosts:
+        if host in problems:
+            fix = f"`ssh {host} hostname` must work without a password"
+            yield Check("ssh", "FAIL", problems[host], fix, host)
+        else:
+            yield Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
 
 
-def _check_host(host: str) -> Check:
-    try:
-        check_reachable([host], Path.cwd())
-    except UserError as error:
-        problem = str(error).partition(f"{host}: ")[2]
-        return Check("ssh", "FAIL", problem, f"`ssh {host} hostname` must work without a password", host)
-    return Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
-
-
-def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on each of these hosts except this one, and return its checks."""
+def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
+    """Run the doctor on these hosts, and return the checks of all but this one."""
     variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
-    return _ask({host: [*SSH, host, line] for host in hosts})
+    return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
 
 
-def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on every node of an allocation except this one, and return its checks."""
+def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
+    """Run the doctor on every node of an allocation, and return the checks of all but this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     command = _local_doctor_command(arguments)
-    return _ask({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
+    return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
 
 
-def _ask(commands: Mapping[str, Sequence[str]]) -> list[Check]:
-    """Run a command for each host, and return the checks that doctors on other hosts printed."""
+def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
+    """Run each host's command, and return the checks that it printed on hosts other than this one."""
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(_run_elsewhere, commands.values()))
+        results = list(pool.map(_run_captured, commands.values()))
     checks: list[Check] = []
-    for host, done in zip(commands, answers, strict=True):
-        failed = Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "run `zerolora doctor` there", host)
-        checks += parse_answer(done.stdout, host) or [failed]
+    for host, result in zip(commands, results, strict=True):
+        output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
+        problem = f"fails there: {output.splitlines()[-1][:300]}"
+        checks += parse_answer(result.stdout, host) or [
+            Check("doctor", "FAIL", problem, "run `zerolora doctor` there", host)
+        ]
     return [check for check in checks if check.host != host_name()]
 
 
@@ -257,7 +256,7 @@ def parse_answer(printed: str, host: str) -> list[Check]:
     return []
 
 
-def _run_elsewhere(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_captured(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=HOST_PATIENCE_S, stdin=subprocess.DEVNULL
@@ -266,8 +265,3 @@ def _run_elsewhere(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", f"no answer within {HOST_PATIENCE_S:g} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
-
-
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    output = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
-    return output[-1][:300]

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,29 +17,29 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
-from trainer.contract.bytecode import missing_bytecode
+from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import find_port_problem, host_name
 
 PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
 SMI_TIMEOUT_S = 60.0
-# The oldest GPUs that torch's builds and the operators support, and the memory for a 1B model in 4 bits (decimal GB, as
-# GPUs are sold).
-LEAST_CAPABILITY = (7, 0)
-LEAST_GPU_MIB = 8e9 / 2**20
-# For Granite 4.0 H and Falcon H1; without both transformers computes these layers in plain torch.
+# Oldest compute capability that torch's builds and the operators support.
+MIN_CAPABILITY = (7, 0)
+# Memory for a 1B model in 4 bits: 8 decimal GB, as GPUs are sold.
+MIN_GPU_MIB = 8e9 / 2**20
+# For Granite 4.0 H and Falcon H1; unless both are installed, transformers computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
-LEAST_FREE_GIB = 1.0
+MIN_FREE_GIB = 1.0
 """Minimum free disk space, below which `zerolora train` refuses to start."""
 RECOMMENDED_GIB = 10.0
 NCCL_SHM_GIB = 1.0
-"""Space in /dev/shm that NCCL needs between the GPUs of a host; Docker's default of 64 MiB is too little."""
+"""Space in /dev/shm that NCCL needs to connect the GPUs of a host; Docker's default is 64 MiB."""
 PROCESS_GIB = 2.0
-"""Host memory of a rank with torch, CUDA and DeepSpeed loaded, before any model."""
-TRIAL_BYTES = 2**20
+"""Host memory of a rank that has loaded torch, CUDA and DeepSpeed, but no model."""
+TEST_FILE_BYTES = 2**20
 
 
 def check_packages() -> Iterator[Check]:
@@ -48,20 +47,20 @@ def check_packages() -> Iterator[Check]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
     yield Check("python", "OK" if good else "FAIL", f"{version} at {sys.executable}", "" if good else "install 3.11")
-    wrong = list(_check_dependencies())
-    yield from wrong or [Check("packages", "OK", "every dependency has a version known to work")]
+    failed = list(_check_dependencies())
+    yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
-    state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
-    yield Check("kernels for Mamba layers", "OK", state)
-    for found in describe_untested():
-        fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
-        yield Check("known versions", "WARN", found, fix)
+    description = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
+    yield Check("kernels for Mamba layers", "OK", description)
+    for untested in describe_untested():
+        fix = f"install the version of {untested.split()[0]} in constraints.txt, or watch the first run"
+        yield Check("known versions", "WARN", untested, fix)
 
 
 def check_bytecode() -> Check:
-    """Check that Python need not compile the large libraries when ranks start."""
-    if without := missing_bytecode():
-        found = f"none for {', '.join(without)}: the first start on this machine compiles their 3,000 modules"
+    """Check that the large libraries are compiled to bytecode, so that ranks start faster."""
+    if missing := find_missing_bytecode():
+        found = f"missing for {', '.join(missing)}: the first start on this machine compiles 3,000 modules"
         return Check(
             "bytecode", "WARN", found, "python -m compileall -q -j 0 on site-packages, as the user who installed them"
         )
@@ -88,10 +87,10 @@ def check_driver() -> Iterator[Check]:
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
     if shutil.which("nvidia-smi") is None:
-        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
+        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install its driver")
         return
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
-    fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
+    fix = "the driver and its kernel module must have the same version: reinstall the driver, and restart the host"
     try:
         listing = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
         shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _nvidia_smi().stdout)
@@ -104,24 +103,25 @@ def check_driver() -> Iterator[Check]:
     for number, line in enumerate(listing.stdout.strip().splitlines() if not listing.returncode else ()):
         name, total, free, driver, capability = (word.strip() for word in line.split(","))
         found = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
-        if reason := _why_too_small(total, capability):
+        if reason := _find_gpu_limitation(total, capability):
             fix = "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU"
             yield Check(f"GPU {number}", "WARN", f"{reason}: {found}", fix)
         else:
             yield Check(f"GPU {number}", "OK", found)
     if (built := _torch_cuda_version()) is None:
-        fix = "install one for CUDA (pytorch.org/get-started)"
-        yield Check("CUDA", "FAIL", "this torch is built without it", fix)
+        fix = "install a CUDA build of torch (pytorch.org/get-started)"
+        yield Check("CUDA", "FAIL", "this torch was built without CUDA", fix)
     elif shown is not None and int(shown.group(1)) < int(built.partition(".")[0]):
-        known = f"{shown.group(1)}.{shown.group(2)}"
-        yield Check("CUDA", "FAIL", f"torch has {built} and the driver knows {known} at most", "update the driver")
+        supported = f"{shown.group(1)}.{shown.group(2)}"
+        problem = f"torch was built for {built}, and the driver supports at most {supported}"
+        yield Check("CUDA", "FAIL", problem, "update the driver")
 
 
-def _why_too_small(total: str, capability: str) -> str:
+def _find_gpu_limitation(total: str, capability: str) -> str:
     numbers = re.findall(r"\d+", capability)
-    if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
+    if len(numbers) == len(MIN_CAPABILITY) and tuple(map(int, numbers)) < MIN_CAPABILITY:
         return "compute capability 7.0 or newer is needed"
-    if (size := re.match(r"(\d+) MiB", total)) and int(size.group(1)) < LEAST_GPU_MIB:
+    if (size := re.match(r"(\d+) MiB", total)) and int(size.group(1)) < MIN_GPU_MIB:
         return "8 GB of memory are needed"
     return ""
 
@@ -141,7 +141,7 @@ def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator[Check]:
-    """Check free space in the folders a run writes to, by writing."""
+    """Check that a run's folders have free space and can be written."""
     folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
     if config is not None:
         folders = {
@@ -154,7 +154,7 @@ def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator
 
 
 def check_space(name: str, folder: Path, needed_gib: float) -> Check:
-    """Check the free space at a folder, by writing."""
+    """Check the free space at a folder, and write a test file."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -163,13 +163,13 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
     fix = "free some space, or use another folder"
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
-            file.write(b"\0" * TRIAL_BYTES)
+            file.write(b"\0" * TEST_FILE_BYTES)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         reason = "the quota is used up" if error.errno == errno.EDQUOT else error.strerror
         return Check(name, "FAIL", f"{found}, but a file of 1 MiB cannot be written: {reason}", fix)
-    if free < max(LEAST_FREE_GIB, needed_gib):
+    if free < max(MIN_FREE_GIB, needed_gib):
         return Check(name, "FAIL", found, fix)
     return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", found, fix if free < RECOMMENDED_GIB else "")
 
@@ -195,28 +195,24 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
 
 
 def check_locks() -> Iterator[Check]:
-    """Check for locks of killed builds, on which every later build waits."""
+    """Check for locks left by killed builds, which block every later build."""
     root = extensions_folder()
     locks = find_locks(root)
     for lock in locks:
         if lock.holder is not None:
             yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
-            found = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, no process of this host holds it"
+            found = f"{lock.path}: stale: {lock.age_s / 60.0:.0f} minutes old, and held by no process of this host"
             yield Check("build lock", "FAIL", found, f"rm {lock.path}")
     if not locks:
         yield Check("build locks", "OK", f"none in {root}")
 
 
 def check_port(port: int | None) -> Check:
-    """Check that `port` of this host is free, if one was chosen."""
+    """Check that `port` is free on this host, if one was set."""
     if port is None:
-        return Check("port", "OK", "a free one is chosen at start; --master-port sets it")
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            fix = "use another --master-port, or end the process that listens there"
-            return Check("port", "FAIL", f"{port} on {host_name()} is taken ({error.strerror})", fix)
+        return Check("port", "OK", "a free one is chosen at the start; --master-port sets it")
+    if reason := find_port_problem(port):
+        fix = "use another --master-port, or end the process that listens there"
+        return Check("port", "FAIL", f"{port} on {host_name()} is taken ({reason})", fix)
     return Check("port", "OK", f"{port} is free on {host_name()}")

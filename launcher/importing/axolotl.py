@@ -1,4 +1,4 @@
-"""Axolotl's YAML: our settings for its keys, and its defaults where they differ from ours."""
+"""Translate Axolotl's YAML: its keys to our settings, and its defaults where they differ from ours."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ FIELDS, QUESTIONS, REFUSED = (_TABLE[name] for name in ("fields", "questions", "
 PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
     _TABLE[name].split() for name in ("pair_fields", "dropped", "elsewhere", "none")
 )
-END_OF_TURN = "the token that ends a trained turn is trained on, and no other"
+END_OF_TURN = "only the token that ends a trained turn is trained on"
 
 
 def translate(foreign: Foreign) -> Translation:
@@ -37,9 +37,9 @@ def translate(foreign: Foreign) -> Translation:
 
 def set_model(t: Translation) -> None:
     """Set the base model and its tokens; refuse unsupported bases and plugins."""
-    common.name_model(t, "base_model")
+    common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
-        t.refuse("model_quantization_config", "the base stays as it is stored; take the 16-bit model")
+        t.refuse("model_quantization_config", "the base is used as stored; use the 16-bit model")
     for plugin in split_names(t.get("plugins")):
         for part, reason in PLUGINS_REFUSED.items():
             if f".{part}" in plugin:
@@ -55,32 +55,32 @@ def set_model(t: Translation) -> None:
     for name in ("tokens", "special_tokens"):
         tokens = t.foreign.tree.get(name)
         if others := [str(token) for token in tokens if token != "pad_token"] if isinstance(tokens, dict) else []:
-            t.note(name, f"{', '.join(others)}: the tokenizer's own are kept; the template ends chats")
+            t.note(name, f"{', '.join(others)}: the tokenizer's own tokens are used, and the chat template ends turns")
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the bits of the base, where the adapter starts, and which layers get one."""
+    """Set the bits of the base, the adapter's initialization, and the adapted layers."""
     common.check_bits(t)
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
     if t.get_setting("adapter") == "none":
         if t.get("unfrozen_parameters"):
-            t.refuse("unfrozen_parameters", "training a part of the weights is not supported; use adapter: lora")
+            t.refuse("unfrozen_parameters", "training some of the weights is not supported; use adapter: lora")
     elif t.get("load_in_4bit") or t.get("load_in_8bit") or loftq:
         t.put("adapter", "qlora", "adapter", "load_in_4bit")
     if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.get_setting("adapter") != "none":
         t.put("quantization.quant_type", "int8", "load_in_8bit")
         t.note("load_in_8bit", common.INT8)
-    start = t.get("peft_init_lora_weights")
-    if loftq or start:
-        chosen = "loftq" if loftq else "default" if start is True else start
+    init = t.get("peft_init_lora_weights")
+    if loftq or init:
+        chosen = "loftq" if loftq else "default" if init is True else init
         t.put("lora.init", chosen, "peft.loftq_config", "loftq_config", "peft_init_lora_weights")
     pattern = t.get("lora_target_modules")
     common.set_default_targets(t, "adapter")
     if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
-        found = find_names(pattern)
-        t.put("lora.target_modules", found or [pattern], "lora_target_modules")
-        if found:
-            t.note("lora_target_modules", "the pattern becomes these names, in the language model only")
+        names = find_names(pattern)
+        t.put("lora.target_modules", names or [pattern], "lora_target_modules")
+        if names:
+            t.note("lora_target_modules", "the pattern is replaced by these names, in the language model only")
     common.set_experts(t)
 
 
@@ -126,7 +126,7 @@ def set_data(t: Translation) -> None:
     if streamed:
         (at, entry), *others = list_entries(t, "pretraining_dataset")
         if others:
-            t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
+            t.refuse("pretraining_dataset", "several streamed sources are not supported; list them in dataset.mix")
         t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
@@ -150,7 +150,7 @@ def set_data(t: Translation) -> None:
 
 
 def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict[str, Any]]]:
-    """Return the sources of a key, each with its name in messages."""
+    """Return the sources of a key, each with its dotted name."""
     value = t.get(name)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     named = ((f"{name}.{index}", entry) for index, entry in enumerate(listed))
@@ -158,7 +158,7 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
 
 
 def refuse_vision(t: Translation) -> None:
-    """Report an error for images and sound."""
+    """Report an error for data with images or audio."""
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
     if t.get("processor_type") and t.get("skip_prepare_dataset"):
         t.refuse("processor_type", common.VISION)
@@ -168,10 +168,10 @@ def refuse_vision(t: Translation) -> None:
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
     """Return the settings of one source."""
-    if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
+    if entry.get("message_field_training") in ("train", "training", "weight"):  # these names are read anyway
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     if not entry.get("path"):
-        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or the name of a data set on the hub")
+        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or a dataset on the hub")
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:
@@ -195,7 +195,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 
 def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
-    """Return the settings that the `type` of a source stands for."""
+    """Return the settings for the `type` of a source."""
     if isinstance(kind, dict):
         return read_prompt(t, kind, at)
     word, _, style = str(kind or "").partition(":")
@@ -205,11 +205,11 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
     if base in ("sharegpt", "completion", "pretrain"):
         return {"format": "sharegpt" if base == "sharegpt" else "completion"}
     if word == "alpaca" and (style or "instruct") in common.STYLES:
-        with_input, without = common.alpaca(style or "instruct")
+        with_input, without = common.build_alpaca_prompts(style or "instruct")
         fields = {"completion": "output"}
         return {"format": "custom", "template": with_input, "template_without_input": without, "fields": fields}
     if kind is None:
-        problem = "missing; tokenised sources are not supported: give the type of their texts"
+        problem = "missing; tokenized sources are not supported, so set the type of their texts"
     else:
         problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
     t.report(at, UNSET if kind is None else kind, problem)
@@ -217,14 +217,14 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
 
 
 def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
-    """Return the format and fields of a source of preference pairs or labelled answers; `rl` is the method."""
+    """Return the format and fields of a source of preference pairs or labeled answers; `rl` is the method."""
     kind = entry.get("type")
     style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
-    given = {**entry, **(kind if isinstance(kind, dict) else {})}
-    fields = {name.removeprefix("field_"): given[name] for name in PAIR_FIELDS if name in given}
+    keys = {**entry, **(kind if isinstance(kind, dict) else {})}
+    fields = {name.removeprefix("field_"): keys[name] for name in PAIR_FIELDS if name in keys}
     is_kto = rl.lower() == "kto"
     if is_kto and style == "argilla_chat":
-        fields["messages"] = "completion"  # question and answer as turns
+        fields["messages"] = "completion"  # has the question and answer as turns
     elif style in QUESTIONS or rl == "reward":
         fields["instruction"] = QUESTIONS.get(style, "input")
     return {"format": "unpaired" if is_kto else "preference", "fields": fields}
@@ -236,7 +236,7 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.leave_out(at, "field_system: one system text per record; put {its field} into template")
+        t.leave_out(at, "field_system: system texts of records are not supported; put {its field} in template")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
     fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}
@@ -248,13 +248,13 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
 
 
 def read_shared(t: Translation, name: str) -> tuple[Any, str]:
-    """Return the value of a key that all sources share here, of the file or of its sources, and where it is from."""
+    """Return the value of a key that all sources share here, and the key of the file that sets it."""
     if t.get(name):
         return t.get(name), name
-    found = [entry[name] for _, entry in list_entries(t) if name in entry]
-    if any(value != found[0] for value in found):
-        t.refuse("datasets", f"different {name}: all sources share one")
-    return found[0] if found else None, "datasets"
+    values = [entry[name] for _, entry in list_entries(t) if name in entry]
+    if any(value != values[0] for value in values):
+        t.refuse("datasets", f"{name} differs between sources; it must be the same for all")
+    return values[0] if values else None, "datasets"
 
 
 def set_chat_template(t: Translation) -> None:
@@ -267,7 +267,7 @@ def set_chat_template(t: Translation) -> None:
     elif is_used and name in common.CHAT_TEMPLATES:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
     elif is_used and name not in (None, "tokenizer_default"):
-        t.note(at, f"{name}: {common.OWN_TEMPLATE}")
+        t.note(at, f"{name}: {common.TOKENIZER_TEMPLATE}")
 
 
 def set_roles(t: Translation) -> None:

@@ -1,4 +1,4 @@
-"""`zerolora import`: read, recognise, translate, check, write."""
+"""`zerolora import`: read a configuration, recognize its trainer, translate it, check it, and write it."""
 
 import importlib
 import math
@@ -22,7 +22,7 @@ from trainer.contract.output_files import check_settings_file
 from trainer.contract.whole_files import write_whole
 
 TRANSLATORS = {"Axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
-"""Module of each trainer; their tables are only read when one is imported."""
+"""Trainer -> module, imported only for its trainer, because it reads a table."""
 
 
 def import_(
@@ -38,7 +38,7 @@ def import_(
     """Translate a configuration of Axolotl or LLaMA-Factory, or TRL's command line, into one of zerolora's."""
     arguments = [*(source or []), *context.args]
     if not arguments:
-        raise UserError("zerolora import: nothing to import; pass a file, or the command line after `--`")
+        raise UserError("zerolora import: no configuration; pass a file, or a command line after `--`")
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         check_settings_file(target, f"--output {output}", force=force)
@@ -48,8 +48,8 @@ def import_(
         typer.echo(text, nl=False)
         return
     write_whole(target, text)
-    kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
-    say(f"{output}: {kept} settings; {other} notes at its top. Next: zerolora validate {output}")
+    count, notes = len(translation.settings), len(translation.different) + len(translation.left_out)
+    say(f"{output}: {count} settings, {notes} notes at the top. Next: zerolora validate {output}")
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
@@ -72,16 +72,16 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
 
 
 def leave_out_unread(translation: Translation) -> None:
-    """Turn settings without effect into remarks; other trainers accept options of disabled features."""
+    """Replace settings without effect by remarks, because other trainers accept options of disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
-    except ValidationError:  # reported by load_text
+    except ValidationError:  # load_text reports it
         return
-    for found in find_unused_settings(config):
-        if found.name in translation.settings and not found.need.replaces:
-            names = translation.settings.pop(found.name).names
-            for name in names[:1]:  # empty for their defaults
-                translation.leave_out(name, f"{found.name} would have no effect, because {found.need.reason(config)}")
+    for unused in find_unused_settings(config):
+        if unused.name in translation.settings and not unused.need.replaces:
+            names = translation.settings.pop(unused.name).names
+            for name in names[:1]:  # there is none for a default
+                translation.leave_out(name, f"{unused.name} would have no effect, because {unused.need.reason(config)}")
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
@@ -96,12 +96,12 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
     if dataset_dir is not None and trainer == "Axolotl":
         raise UserError(f"--dataset-dir {dataset_dir}: only LLaMA-Factory has one; remove it")
     if trainer is None:
-        raise UserError(
-            f"{path}: not a configuration of {', '.join(TRANSLATORS)}; for one of zerolora's, run `zerolora train`"
-        )
+        raise UserError(f"{path}: not a configuration of {', '.join(TRANSLATORS)}; use `zerolora train` for zerolora's")
     if trainer not in TRANSLATORS:
-        raise UserError(f"{path}: belongs to {trainer}; import the command that uses it: accelerate launch ...")
-    if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read
+        raise UserError(
+            f"{path}: is a configuration of {trainer}; import the command that uses it: accelerate launch ..."
+        )
+    if trainer == "LLaMA-Factory" and file.mistakes:  # LLaMA-Factory cannot read it either
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
     return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines)
 
@@ -144,7 +144,7 @@ def _wrap_comment(first: str, text: str, other: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Escape characters that could end a comment; names of files and keys may contain any."""
+    """Escape characters that could end a comment, which names of files and keys may contain."""
     return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
 
 

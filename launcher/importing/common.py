@@ -1,4 +1,4 @@
-"""Rows and rules shared by Axolotl, LLaMA-Factory and TRL, which use many settings of transformers."""
+"""Rules shared by Axolotl, LLaMA-Factory and TRL, which have many settings of transformers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
-NO_DATA = "there is nothing to train on"
+NO_DATA = "set it to the data to train on"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
-OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
+TOKENIZER_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
@@ -33,8 +33,8 @@ Interval = tuple[str, float]
 """Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
 
 
-def alpaca(style: str) -> tuple[str, str]:
-    """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
+def build_alpaca_prompts(style: str) -> tuple[str, str]:
+    """Return the prompts of Stanford Alpaca for records with and without an input."""
     system, *turns = STYLES[style]
     with_input, without = (
         system.replace("{system}", text) + turn for text, turn in zip(read_tables()["alpaca"], turns, strict=True)
@@ -43,9 +43,9 @@ def alpaca(style: str) -> tuple[str, str]:
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
-    """Set preference training with the losses that have a weight, or for None a reward model.
+    """Set preference training with weighted losses, or a reward model if `losses` is None.
 
-    `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
+    `length` is their key for the length of a prompt with one answer; our setting counts both answers of a pair.
     """
     for name in names:
         if isinstance(weight := t.get(name), int | float) and weight < 0:
@@ -56,21 +56,21 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
         weights = {loss: weight for loss, weight in losses.items() if weight > 0}
         t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
-    if (one := t.get_setting("dataset.max_length")) is not None:
-        t.put("dataset.max_length", 2 * one, length)
-        t.note(length, "twice as long here, since it counts both answers of a pair")
+    if (max_length := t.get_setting("dataset.max_length")) is not None:
+        t.put("dataset.max_length", 2 * max_length, length)
+        t.note(length, "doubled, because dataset.max_length counts both answers of a pair")
 
 
-def name_model(t: Translation, name: str) -> None:
-    """Require a model; refuse one with the name of a quantized model."""
-    t.require(name, "a model must be named")
+def check_model(t: Translation, name: str) -> None:
+    """Require a model, and refuse quantized ones by their name."""
+    t.require(name, "set it to a model")
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
         t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:
-    """Set the warm-up: steps, a fraction of all steps, or a fraction written as steps."""
+    """Set the warm-up, in steps or as a fraction of all steps; warmup_steps below 1 is a fraction."""
     steps, ratio = t.get("warmup_steps"), t.get("warmup_ratio")
     if steps and 0 < steps < 1:
         t.put("training.warmup_ratio", steps, "warmup_steps")
@@ -83,7 +83,7 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 
 
 def set_precision(t: Translation, default: str = "auto") -> None:
-    """Set the precision from bf16 and fp16, which may be on, off or auto."""
+    """Set the precision from bf16 and fp16, which may be true, false or auto."""
     bf16, fp16 = t.first("bf16", "bfloat16"), t.first("fp16", "float16")
     if bf16 in (True, "full") and fp16:
         t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is set as well; remove one of them")
@@ -97,7 +97,7 @@ def set_precision(t: Translation, default: str = "auto") -> None:
 
 
 def set_attention(t: Translation, *names: str) -> None:
-    """Set the attention kernel; all compute the same, so only eager and sdpa are kept by name."""
+    """Set the attention implementation: eager or sdpa by name, others as auto, because their results are equal."""
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
@@ -106,11 +106,11 @@ def set_attention(t: Translation, *names: str) -> None:
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
-        t.note(name, f"{t.get(name)} becomes auto, which uses the fastest available kernel for the same result")
+        t.note(name, f"{t.get(name)} becomes auto, which uses the fastest kernel for the same result")
 
 
 def check_bits(t: Translation) -> None:
-    """Refuse a base of 4 and 8 bits at once, as bitsandbytes does."""
+    """Refuse a base in both 4 and 8 bits, as bitsandbytes does."""
     if t.get("load_in_4bit") and t.get("load_in_8bit"):
         t.refuse("load_in_8bit", "load_in_4bit is set as well; remove one of them")
 
@@ -119,7 +119,7 @@ def set_bits(t: Translation, name: str) -> None:
     """Set the bits of the base model."""
     bits = t.get(name)
     if bits not in (None, 4, 8):
-        t.refuse(name, "the base has 16 bits, or with adapter: qlora 4 or 8")
+        t.refuse(name, "must be 4 or 8; for 16 bits, remove it")
     elif bits and t.get_setting("adapter") == "lora":
         t.put("adapter", "qlora", name, "finetuning_type", "peft_config.name")
     if bits == 8 and t.get_setting("adapter") == "qlora":
@@ -128,14 +128,14 @@ def set_bits(t: Translation, name: str) -> None:
 
 
 def set_default_targets(t: Translation, name: str) -> None:
-    """Write out the layers that PEFT adapts by default."""
+    """Set the layers that PEFT adapts by default."""
     if t.get_setting("adapter") != "none" and "lora.target_modules" not in t.settings:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
-        t.note(name, "no targets are named; PEFT's default in most models, q_proj and v_proj, is written out")
+        t.note(name, "no targets are set; PEFT's default for most models is written out, q_proj and v_proj")
 
 
 def set_experts(t: Translation) -> None:
-    """Adapt experts stored as one tensor only if named, because PEFT's all-linear excludes them."""
+    """Adapt experts that are stored as one tensor only if named, because PEFT's all-linear excludes them."""
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):
@@ -161,14 +161,14 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
     if chosen and chosen[0] != "steps" and t.get_setting("dataset.streaming"):
         if name := next((name for name in names if t.get(name) is not None), None):
-            t.leave_out(name, f"the length of a stream is not known; set training.{kind}_steps")
+            t.leave_out(name, f"the length of a stream is unknown; set training.{kind}_steps")
     elif chosen:
         ours = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
         t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]))
 
 
 def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluations: Interval | None) -> None:
-    """Set when to save, and when to evaluate and stop early if there is evaluation data; the defaults are theirs."""
+    """Set when to save, and when to evaluate and stop early if there is evaluation data."""
     set_interval(t, "save", saves)
     has_held_out_data = bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
     set_interval(t, "eval", evaluations)
@@ -183,17 +183,17 @@ def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluation
 def set_training(t: Translation, precision: str, evaluation: Interval | None) -> None:
     """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
-    given, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
+    options, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
     schedule, steps = t.get_setting("training.lr_scheduler"), t.get_setting("training.max_steps")
-    ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
+    ratio = options.get("min_lr_rate", options["min_lr"] / peak if "min_lr" in options and peak else None)
     if ratio is not None and schedule == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
     if schedule == "cosine_with_restarts":
-        t.put("training.lr_cycles", given.get("num_cycles", 1), "lr_scheduler_kwargs")
+        t.put("training.lr_cycles", options.get("num_cycles", 1), "lr_scheduler_kwargs")
     elif schedule == "warmup_stable_decay":
-        t.put("training.min_lr_ratio", given.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs")
-        if "num_decay_steps" in given and steps:
-            t.put("training.decay_ratio", min(1.0, given["num_decay_steps"] / steps), "lr_scheduler_kwargs")
+        t.put("training.min_lr_ratio", options.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs")
+        if "num_decay_steps" in options and steps:
+            t.put("training.decay_ratio", min(1.0, options["num_decay_steps"] / steps), "lr_scheduler_kwargs")
     if (factor := t.get("label_smoothing_factor")) and t.get_setting("training.loss") in (None, "nll"):
         t.put("training.loss", "label_smoothing", "label_smoothing_factor")
         t.put("training.label_smoothing", factor, "label_smoothing_factor")
@@ -208,7 +208,7 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
 
 
 def set_thinking(t: Translation) -> None:
-    """Set the arguments of chat templates of reasoning models."""
+    """Set arguments of the chat template, which reasoning models have."""
     names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
     if arguments := t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}:
         t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)
@@ -231,7 +231,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file that a key names as `kind`; None if it is missing, or damaged, which is reported."""
+    """Read the file of a key and convert it to `kind`; None if it is missing, or damaged, which is reported."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -245,20 +245,20 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert a value in the file that a key names to `kind`; None, reported as an error, if it does not fit."""
+    """Convert a value in the file of a key to `kind`; None if it does not fit, which is reported."""
     problems: list[str] = []
 
     def report(inner: str, bad: Any, problem: str) -> None:
         problems.append(f"{path}: {inner.removeprefix('.')}={shown(bad, 40)}: {problem}".replace(": =", ": "))
 
-    found = convert(kind, value, at, report)
+    converted = convert(kind, value, at, report)
     if problems:
         t.refuse(name, problems[0])
-    return None if problems else found
+    return None if problems else converted
 
 
 def set_partition(t: Translation, name: str, value: Any) -> None:
-    """Set stage and offload from a configuration of DeepSpeed or accelerate: its content, or its path."""
+    """Set ZeRO stage and offload from the content or path of a configuration of DeepSpeed or accelerate."""
     value = read_partition(t, name, value)
     options = (value or {}).get("deepspeed_config", {})
     if "deepspeed_config_file" in options:
@@ -277,9 +277,9 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 
 
 def read_partition(t: Translation, name: str, value: Any) -> Any:
-    """Return the configuration of DeepSpeed, FSDP or accelerate that `value` is or names.
+    """Return a configuration of DeepSpeed, FSDP or accelerate; read it if `value` is a path.
 
-    None if its file is damaged, or missing; the name of a missing file sets the stage.
+    Returns None if the file is damaged, or missing. The name of a missing file sets the ZeRO stage.
     """
     if not isinstance(value, str):
         return value
@@ -297,20 +297,20 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
     elif found is not None:
         offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
         set_stage(t, name, int(found.group(1)), offload)
-        t.note(name, f"the file does not exist: stage {found.group(1)} is read from its name")
+        t.note(name, f"the file does not exist; stage {found.group(1)} is taken from its name")
     elif not re.search(r"(single|multi)_gpu", path):
-        t.refuse(name, "no such file, and its name does not say the ZeRO stage; copy it here")
+        t.refuse(name, "no such file, and its name has no ZeRO stage; copy the file here")
 
 
 def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | None]) -> None:
-    """Set the ZeRO stage, and whether the devices of optimizer and parameters in `offload` are the host."""
+    """Set the ZeRO stage and offloading; `offload` has the devices of optimizer and parameters."""
     optimizer, parameters = (device in ("cpu", "nvme") for device in offload)
     t.put("zero.stage", stage, name)
     if optimizer and stage:
         t.put("zero.offload_optimizer", True, name)
         if t.get_setting("training.optimizer") in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
             t.put("training.optimizer", "adamw", name)
-            t.note(name, "the optimizer in host memory is torch's AdamW, with 32-bit state")
+            t.note(name, "with offloading, the optimizer is torch's AdamW with 32-bit state")
     if stage == 3 and "training.torch_compile" in t.settings:
         t.drop("training.torch_compile")
         t.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")
@@ -332,6 +332,6 @@ def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
     offloads = settings.get("offload_params") or "offload" in words
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)
-    t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which computes the same")
+    t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which is equivalent")
     if settings.get("activation_checkpointing"):
         t.put("training.gradient_checkpointing", "non_reentrant", name)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
+"""Translate LLaMA-Factory's YAML and dataset_info.json: their keys and defaults to our settings."""
 
 import re
 from pathlib import Path
@@ -18,9 +18,9 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        raise UserError(f"{foreign.label}: the layout of USE_V1 is not read; write the settings in the usual layout")
+        raise UserError(f"{foreign.label}: the layout of USE_V1 is not supported; use the usual layout")
     t = Translation(foreign, KEYS)
-    common.name_model(t, "model_name_or_path")
+    common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
         t.refuse("do_train", common.REASONS["nothing_trained"])
     set_adapter(t)
@@ -64,13 +64,13 @@ def set_data(t: Translation) -> None:
     if is_packed or (is_pretraining and t.get("packing") is None):
         t.put("dataset.packing", True, "packing", "neat_packing")
         if not t.get("neat_packing"):
-            t.note("packing" if is_packed else "stage", "documents of a pack do not see each other here")
+            t.note("packing" if is_packed else "stage", "documents in a pack do not attend to each other")
     template = t.get("template", "")
     if template in common.CHAT_TEMPLATES:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[template], "template")
     elif template and not is_pretraining:
-        reasoning_note = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
-        t.note("template", f"{template}: {common.OWN_TEMPLATE}{reasoning_note}")
+        reasoning_note = ", and reasoning in the records is trained on" * template.endswith("_nothink")
+        t.note("template", f"{template}: {common.TOKENIZER_TEMPLATE}{reasoning_note}")
     if t.get("enable_thinking") is False:
         t.put("dataset.thinking", "empty", "enable_thinking")
         t.note(
@@ -81,17 +81,17 @@ def set_data(t: Translation) -> None:
 
 def set_sources(t: Translation, names: list[str]) -> None:
     """Set the named sources, as dataset_info.json describes them."""
-    place = t.get("dataset_dir", "data")
-    file = t.foreign.find(f"{place}/dataset_info.json")
+    folder = t.get("dataset_dir", "data")
+    file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
-    if place.startswith(("REMOTE:", "ONLINE")):
-        t.refuse("dataset_dir", "a list of data sets on the hub; download it, and name its folder")
+    if folder.startswith(("REMOTE:", "ONLINE")):
+        t.refuse("dataset_dir", "a list of datasets on the hub; download it, and set its folder")
     elif file is None:
-        missing = f"no {place}/dataset_info.json next to this file or above it"
+        missing = f"no {folder}/dataset_info.json next to this file or above it"
         t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
     else:
         info = common.read_file(t, name, str(file), {"*": Any})
-        sources = [read_source(t, info, found, file) for found in names] if info is not None else []
+        sources = [read_source(t, info, source, file) for source in names] if info is not None else []
         t.put_sources(sources, "dataset", "max_samples")
         if (held_out := split_names(t.get("eval_dataset"))) and info is not None:
             if len(held_out) > 1:
@@ -108,14 +108,14 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
-    stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models learn from pairs too
+    stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models are trained on pairs too
     kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
         t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
     if {"images", "videos", "audios"} & columns.keys():
         t.refuse(key, f"{name}: {common.VISION}")
-    source = read_place(t, entry, file.parent, name, key)
+    source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.refuse("max_samples", "must be 1 or more; remove it to use all records")
     if samples := [count for count in (entry.get("num_samples"), limit) if count and count > 0]:
@@ -134,31 +134,31 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         form = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
         return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
-    t.refuse(key, f"{name}: formatting {formatting} is not known; use alpaca, sharegpt or openai")
+    t.refuse(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
 
 
-def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
-    """Return the location of a source, and the part to read."""
+def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
+    """Return the settings for a source's location, and the part of it to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
-        fix = "ModelScope's and Modelers' hubs are not read; download it"
+        fix = "the hubs of ModelScope and Modelers are not supported; download it"
         if not hubs:
-            fix = f"must have hf_hub_url or file_name{', as no script is run' * ('script_url' in entry)}; write one"
+            fix = f"must have hf_hub_url or file_name{', as scripts are not run' * ('script_url' in entry)}; add one"
         t.refuse(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")
-    found = {
+    settings = {
         "path": entry.get("hf_hub_url") or f"{folder}/{entry['file_name']}",
         "name": entry.get("subset"),
         "split": split if split != "train" else None,
         "data_files": part and [f"{part}/*"],
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
-    """Return format and fields of records in Alpaca's form."""
+    """Return the format and fields of records in Alpaca's format."""
     theirs = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
     fields = {ours: columns[name] for ours, name in theirs.items() if columns.get(name, ours) != ours}
     if not columns or "query" in columns:
@@ -167,19 +167,19 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, key: str) -> dict[str, Any]:
-    """Return the settings of records with labelled answers."""
+    """Return the settings of records with labeled answers."""
     fields = {
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }
     if "history" in fields:
-        t.refuse(key, f"{name}: a history is not read with labels; write the records as messages")
+        t.refuse(key, f"{name}: a history is not supported with labels; write the records as messages")
     return read | {"format": "unpaired", "fields": fields | {"label": label}}
 
 
 def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:
-    """Return format, fields and roles of conversations."""
+    """Return the format, fields and roles of conversations."""
     turns, role, content = TURNS[form]
-    if "system" in columns:  # the format that supports it
+    if "system" in columns:  # only sharegpt supports it
         form = "sharegpt"
     theirs = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
     names: dict[str, str] = dict(zip(TURNS[form], theirs, strict=True))

@@ -1,7 +1,7 @@
 """The engine of `zerolora import`: apply a table of another trainer's keys, then rules about several keys.
 
-Every value is first converted to the type that its key has in that trainer. Every key of a file ends up in a setting,
-a remark, the list of keys without effect, or a mistake.
+Every value is first converted to the type of its key in that trainer. Every key of a file results in a setting, a
+remark, an entry in the list of keys without effect, or an error.
 """
 
 import os
@@ -24,16 +24,16 @@ from trainer.config.yaml_core import parse_scalar
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
-MAP = "must be a map, such as {a: b}"
-OFF = ("false", "no", "off", "none", "null")
+MAP_PROBLEM = "must be a map, such as {a: b}"
+OFF_WORDS = ("false", "no", "off", "none", "null")
 
-# Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
+# Types of keys, bounded so that arithmetic neither overflows nor produces NaN.
 Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
 Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
 LONGEST_TIMEOUT_MINUTES = 1e6
 _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
-"""Whole numbers stay as they are written."""
+"""Whole numbers stay integers."""
 Steps = Annotated[Whole | _Float, "steps"]
 Minutes = Annotated[Number, Gt(0), AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
 """Seconds, converted to minutes."""
@@ -58,11 +58,11 @@ class Key:
     to: str = ""
     """Our setting for its value; empty if a rule reads it."""
     default: Any = UNSET
-    """Their default, if ours differs or may differ in the future."""
+    """Their default, if ours differs or may change."""
     unless: tuple[Any, ...] = ()
     """Values that mean the same as omitting the key."""
     values: Mapping[str, Any] | None = None
-    """Their values in lower case -> our values; others except `false` are refused, for the reason `otherwise`."""
+    """Their values in lower case -> our values. Others except `false` are refused with the reason `otherwise`."""
     otherwise: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Their value -> what differs here."""
@@ -77,7 +77,7 @@ Table = Mapping[str, Key]
 
 @cache
 def read_tables() -> dict[str, Any]:
-    """Return the content of tables.yaml, which describes its form."""
+    """Return the content of tables.yaml, which has a description of its format."""
     return dict(read_table(Path(__file__).with_name("tables.yaml")))
 
 
@@ -137,10 +137,10 @@ class Foreign:
 
     trainer: str
     label: str
-    """Its name in messages: its path, or the script of a command line."""
+    """Name in messages: the path, or the script of a command line."""
     tree: dict[str, Any]
     folder: Path
-    """The folder to which its paths are relative."""
+    """The folder of relative paths."""
     path: Path | None = None
     """The file to which `lines` refer."""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -153,29 +153,29 @@ class Foreign:
         return self.lines.get(name, 0)
 
     def locate(self, name: str) -> str:
-        """Return `x.yml:7: name`, for a message."""
+        """Return `x.yml:7: name` for messages."""
         if line := self.line(name):
             return f"{self.path}:{line}: {name}"
         return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
 
     def find(self, name: str) -> Path | None:
-        """Return the file of that name in the folder of the configuration or above it."""
+        """Return the file with this name in the folder of the configuration or a parent folder."""
         above = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
         return next((Path(path) for path in above if os.path.isfile(path)), None)
 
 
 class Setting(NamedTuple):
-    """The value of one of our settings, and the keys it comes from; none if it is their default."""
+    """The value of one of our settings, and the keys that set it; none if it is their default."""
 
     value: Any
     names: tuple[str, ...]
 
 
 class Translation:
-    """Our settings by dotted name, with remarks and mistakes about the keys they come from."""
+    """Our settings by dotted name, with remarks and errors about the keys that set them."""
 
     def __init__(self, foreign: Foreign, table: Table) -> None:
-        """Convert every value, translate each key by its row, and write out their defaults."""
+        """Convert all values, translate keys by their rows, and add their defaults."""
         self.foreign = foreign
         self._table = table
         self.settings: dict[str, Setting] = {}
@@ -185,19 +185,19 @@ class Translation:
         self._values: dict[str, Any] = {}
         self._mistakes: dict[str, str] = {}
         for name, key in table.items():
-            value = self._given(name)
+            value = self._get_raw(name)
             if value not in EMPTY and not (key.refused and is_off(value)):
-                self._read(name, key, value)
+                self._translate(name, key, value)
         for key in table.values():
             if key.default is not UNSET:
                 self.settings.setdefault(key.to, Setting(key.default, ()))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the converted value of a key; the default if it is missing, empty or wrong."""
+        """Return the converted value of a key; `default` if it is missing, empty or invalid."""
         return self._values.get(name, default)
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is given."""
+        """Return the value of the first of these keys that is set."""
         return next((self._values[name] for name in names if name in self._values), None)
 
     def get_setting(self, dotted: str) -> Any:
@@ -205,18 +205,18 @@ class Translation:
         return self.settings[dotted].value if dotted in self.settings else None
 
     def put(self, dotted: str, value: Any, *names: str) -> None:
-        """Set one of our settings; it comes from those `names` that are given, or from their default if none is."""
-        self.settings[dotted] = Setting(value, tuple(name for name in names if self._given(name) not in EMPTY))
+        """Set one of our settings; `names` are the keys that may have set it."""
+        self.settings[dotted] = Setting(value, tuple(name for name in names if self._get_raw(name) not in EMPTY))
 
     def put_sources(self, sources: Sequence[Mapping[str, Any]], *names: str) -> None:
-        """Set the data: one source, or several that are mixed."""
+        """Set the data to one source, or a mix of several."""
         if len(sources) > 1:
             self.put("dataset.mix", list(sources), *names)
         for key, value in sources[0].items() if len(sources) == 1 else ():
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, because nothing would read them; a negative one is a mistake."""
+        """Remove the settings with these prefixes, which have no effect; report an error for negative ones."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -233,22 +233,22 @@ class Translation:
     def report(self, name: str, value: Any, problem: str) -> None:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
-        given = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
-        problem = "has no value; write one after it" if is_bare and problem.startswith("must be text") else problem
-        self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{given}: {problem}")
+        value_text = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
+        problem = "has no value; add one after it" if is_bare and problem.startswith("must be text") else problem
+        self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
     def refuse(self, name: str, problem: str) -> None:
         """Report an error about a key, with its value if it has one."""
-        value = self._given(name)
+        value = self._get_raw(name)
         self.report(name, UNSET if value in EMPTY else value, problem)
 
-    def require(self, name: str, purpose: str) -> None:
-        """Report an error if a key is not given."""
-        if self._given(name) in EMPTY:
-            self.refuse(name, f"missing; {purpose}")
+    def require(self, name: str, fix: str) -> None:
+        """Report an error if a key is not set."""
+        if self._get_raw(name) in EMPTY:
+            self.refuse(name, f"missing; {fix}")
 
-    def _given(self, name: str) -> Any:
-        """Return the raw value of a dotted name; None, reported as an error, if its parent is not a map."""
+    def _get_raw(self, name: str) -> Any:
+        """Return the unconverted value of a dotted name; None if its parent is not a map, which is reported."""
         value: Any = self.foreign.tree
         for part in name.split("."):
             if isinstance(value, list) and part.isdigit():
@@ -256,11 +256,11 @@ class Translation:
             elif isinstance(value, dict):
                 value = value.get(part)
             elif value not in EMPTY:
-                self.report(name.partition(".")[0], value, MAP)
+                self.report(name.partition(".")[0], value, MAP_PROBLEM)
                 return None
         return value
 
-    def _read(self, name: str, key: Key, value: Any) -> None:
+    def _translate(self, name: str, key: Key, value: Any) -> None:
         before = len(self._mistakes)
         if self.foreign.is_command_line and isinstance(key.kind, list) and not isinstance(value, list):
             value = [value]
@@ -282,7 +282,7 @@ class Translation:
                 self.note(name, key.notes[word])
 
     def finish(self) -> None:
-        """Drop settings that nothing would read, and record the keys that no row and no rule has used."""
+        """Drop settings without effect, and record the keys that no row or rule has used."""
         table = self._table
         if self.get_setting("adapter") == "none":
             self.drop("lora.")
@@ -305,7 +305,7 @@ class Translation:
                     self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
-        """Report a mistake found by our own checks, under the key that the setting comes from."""
+        """Report an error of our own checks, for the key that set the setting."""
         assert isinstance(mistake, Mistake), mistake
         above = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
         ours = next((name for name in above if name in self.settings), "")
@@ -313,18 +313,18 @@ class Translation:
         if names and names[0] not in self._mistakes:
             name = names[0] + mistake.setting.removeprefix(ours)
             self._mistakes.setdefault(name, str(replace(mistake, name=self.foreign.locate(name))))
-        elif not names and not self._mistakes:  # otherwise it may be missing only because of another error
+        elif not names and not self._mistakes:  # otherwise another error may be the reason
             self._mistakes[mistake.setting] = f"{self.foreign.label}: {mistake}"
 
     def check(self) -> None:
-        """Raise UserErrors for all mistakes in file order, if any."""
+        """Raise UserErrors for all errors, in file order, if any."""
         if self._mistakes:
             raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.line)])
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value is empty, false, or a name for off, such as `none`."""
-    return value in EMPTY or str(value).strip().lower() in OFF
+    """Return whether a value is empty, false, or a word such as `none`."""
+    return value in EMPTY or str(value).strip().lower() in OFF_WORDS
 
 
 def split_names(value: Any) -> list[str]:
@@ -334,10 +334,10 @@ def split_names(value: Any) -> list[str]:
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Convert a value to `kind`, and report each part that does not fit with its dotted name.
+    """Convert a value to `kind`, and report each part that does not fit, with its dotted name.
 
-    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` stands for all other keys and empty
-    values are dropped; or a tuple of kinds, from which the form of the value chooses one.
+    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` is any other key and empty values are
+    dropped; or a tuple of kinds, of which the one that fits a map, list or scalar is used.
     """
     if isinstance(kind, tuple):
         form = next((form for form in (dict, list) if isinstance(value, form)), None)
@@ -352,7 +352,7 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     if isinstance(kind, list) and isinstance(value, list):
         return [convert(kind[0], inner, f"{name}.{index}", report) for index, inner in enumerate(value)]
     if isinstance(kind, (dict, list)):
-        report(name, value, MAP if isinstance(kind, dict) else "must be a list, such as [a, b]")
+        report(name, value, MAP_PROBLEM if isinstance(kind, dict) else "must be a list, such as [a, b]")
         return None
     try:
         return _adapter(kind).validate_python(value)

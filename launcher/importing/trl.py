@@ -1,4 +1,4 @@
-"""Command lines of TRL's and accelerate's scripts: `accelerate launch ... sft.py --model_name_or_path ...`."""
+"""Translate command lines of TRL and accelerate, such as `accelerate launch ... sft.py --model_name_or_path ...`."""
 
 import re
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS: dict[str, str] = read_tables()["trl_scripts"]
 WHOLE_CONVERSATIONS = (
-    "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
+    "TRL trains on whole conversations, but only on the completions of prompt-completion records; for those, set "
     "dataset.train_on: assistant"
 )
-UNPAIRED = "answers with a label are found by their fields; for pairs write dataset.format: unpaired"
+UNPAIRED = "labeled answers are recognized by their fields; for pairs, set dataset.format: unpaired"
 KEYS = load_table("trl")
 OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
-"""Of DeepSpeed in accelerate."""
+"""Options of accelerate for DeepSpeed."""
 SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
-"""Scripts that train on pairs or labelled answers."""
+"""Scripts that train on pairs or labeled answers."""
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
@@ -32,7 +32,7 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
         script = " ".join(arguments[:2])
         others = "|".join(REFUSED_SCRIPTS)
         if not re.fullmatch(rf"trl (sft|{'|'.join(SCRIPTS)}|{others})", script):
-            raise UserError(f"{script}: no command of TRL; use trl sft, {', '.join(SCRIPTS)}")
+            raise UserError(f"{script}: not a command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
     for names, reason in REFUSED_SCRIPTS.items():
         if re.search(rf"(?<![a-z])({names})(?![a-z])", stem):
@@ -52,8 +52,8 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
 
 
 def read_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a command line by name; their values stay text until converted to their types."""
-    found: dict[str, Any] = {}
+    """Return the options of a command line by name, with values that are not yet converted."""
+    options: dict[str, Any] = {}
     values: list[str] = []
     for word in reversed(arguments):
         if not word.startswith("--"):
@@ -70,16 +70,16 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
         if isinstance(read, str) and read.startswith("{"):
             with suppress(ValueError, UserError):
                 read = parse(read)
-        found.setdefault(name.removeprefix("no_") if is_negated else name, None if read == "None" else read)
+        options.setdefault(name.removeprefix("no_") if is_negated else name, None if read == "None" else read)
         values = []
-    return found
+    return options
 
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
     script = find_script(foreign)
     t = Translation(foreign, SCRIPTS.get(script, KEYS))
-    common.name_model(t, "model_name_or_path")
+    common.check_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)
     set_data(t)
@@ -99,7 +99,7 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def find_script(foreign: Foreign) -> str:
-    """Return the name of the script if it trains on pairs or labelled answers, else nothing."""
+    """Return the name of a script that trains on pairs or labeled answers, else an empty string."""
     found = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
     return found[1] if found else ""
 
@@ -112,7 +112,7 @@ def read_losses(t: Translation) -> dict[str, float]:
             t.refuse("loss_type", f"{name}: {common.REASONS['preferences']}")
     weights = t.get("loss_weights", [1.0] * len(names))
     if len(weights) != len(names):
-        t.refuse("loss_weights", "must have a number for each loss of loss_type")
+        t.refuse("loss_weights", "must have one number for each loss of loss_type")
     losses = {common.PREFERENCE_LOSSES.get(name, "dpo"): weight for name, weight in zip(names, weights, strict=False)}
     return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
@@ -137,7 +137,7 @@ def set_data(t: Translation) -> None:
         t.require("dataset_name", common.NO_DATA)
     t.put_sources(sources, "datasets")
     if t.foreign.tree.get("max_length", "") is None:
-        t.note("max_length", "no text is cut there; here dataset.max_length applies, raise it if texts are longer")
+        t.note("max_length", "TRL truncates no texts; dataset.max_length does, so increase it for longer texts")
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
@@ -160,12 +160,12 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     if "data_dir" in entry:
         t.report(f"{at}.data_dir", entry["data_dir"], "list its files in data_files")
     if "columns" in entry:
-        t.leave_out(at, "columns: the fields of a record are found by their names")
+        t.leave_out(at, "columns: fields are recognized by their names")
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}
 
 
 def set_accelerate(t: Translation) -> None:
-    """Set the distribution from accelerate's file, the name of one of TRL's files, or options."""
+    """Set the ZeRO stage from accelerate's file, the name of one of TRL's files, or options."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)

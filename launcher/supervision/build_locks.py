@@ -1,4 +1,4 @@
-"""Locks of torch's extension builds, ours and DeepSpeed's: a killed build leaves one on which all later builds wait.
+"""Find and remove stale locks of torch's extension builds: a killed build leaves one that blocks all later builds.
 
 torch creates the file `lock` in the extension's folder, keeps it open while it builds, and removes it. A lock that no
 process has open is therefore stale, unless its folder is shared with other hosts.
@@ -15,13 +15,13 @@ import psutil
 from launcher.supervision.terminal import say
 
 # A build closes its lock just before removing it.
-YOUNG_S = 5.0
-REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "afs", "wekafs", "panfs")
+MIN_AGE_S = 5.0
+NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "afs", "wekafs", "panfs")
 
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file, and the process of this host that holds it."""
+    """A lock file, and the process of this host that holds it, if any."""
 
     path: Path
     holder: int | None
@@ -37,39 +37,39 @@ def find_locks(root: Path) -> list[BuildLock]:
     """Return every lock below `root`, the folder of all extensions or of those for one Python and CUDA."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
     holders = _find_holders(paths)
-    found = []
+    locks = []
     for path in paths:
         try:
-            found.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
+            locks.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
         except FileNotFoundError:
-            continue  # the build has ended meanwhile
-    return found
+            continue  # the build has ended in the meantime
+    return locks
 
 
 def remove_stale_locks() -> None:
-    """Remove the locks of killed builds and print a note for each; those on shared disks stay."""
+    """Remove the locks of killed builds, except on network file systems, and print a note for each."""
     root = extensions_folder()
     for lock in find_locks(root):
-        if lock.holder is None and lock.age_s > YOUNG_S and not _is_remote(root):
+        if lock.holder is None and lock.age_s > MIN_AGE_S and not _is_on_network(root):
             lock.path.unlink(missing_ok=True)
             say(f"note: removed {lock.path}, the lock of a build killed {lock.age_s / 60.0:.0f} minutes ago")
 
 
 def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
-    wanted = {os.path.realpath(path): path for path in paths}
-    found: dict[Path, int] = {}
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if wanted else ():
+    by_target = {os.path.realpath(path): path for path in paths}
+    holders: dict[Path, int] = {}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if by_target else ():
         try:
             target = os.readlink(descriptor)
         except OSError:
-            continue  # ended, or another user's
-        if target in wanted:
-            found[wanted[target]] = int(descriptor.parts[2])
-    return found
+            continue  # the process has ended, or belongs to another user
+        if target in by_target:
+            holders[by_target[target]] = int(descriptor.parts[2])
+    return holders
 
 
-def _is_remote(folder: Path) -> bool:
+def _is_on_network(folder: Path) -> bool:
     real = os.path.realpath(folder)
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]
-    return kinds[max(above, key=len)].startswith(REMOTE) if above else False
+    return kinds[max(above, key=len)].startswith(NETWORK_TYPES) if above else False

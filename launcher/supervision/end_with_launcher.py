@@ -1,6 +1,6 @@
 """`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh, and end it with `zerolora`.
 
-By itself it would outlive a killed `zerolora`. SIGTERM makes it end its ranks, or close the connection, which they see.
+On its own, the command would outlive a killed `zerolora`. On SIGTERM it ends its ranks, or closes their connection.
 """
 
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from trainer.contract.exit_codes import EXIT_FAILED, PASSED_ON, to_exit_code
+from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, to_exit_code
 from trainer.contract.launcher_process import LauncherWatch, exit_with_children
 
 POLL_S = 0.1
@@ -19,7 +19,7 @@ PATIENCE_S = 8.0
 def main(argv: list[str]) -> int:
     """Run the command, forward signals, and return its exit code (128 + N after signal N)."""
     received: list[int] = []
-    for number in PASSED_ON:
+    for number in FORWARDED_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     child = subprocess.Popen(argv)
     watch = LauncherWatch(os.environ, is_rank=False)

@@ -1,4 +1,4 @@
-"""Report why a run failed: the rank to blame, where it was, how it ended, its last traceback, the likely cause."""
+"""Report why a run failed: the responsible rank, its position, how it ended, its last traceback, the likely cause."""
 
 import re
 import signal
@@ -15,25 +15,25 @@ from trainer.contract.rendezvous import host_name
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
-# Ranks that end this close together ended by themselves; a launcher that ends the others takes longer.
-TOGETHER_S = 0.5
+# Ranks that end within this time ended independently; a launcher takes longer to end the others.
+SIMULTANEOUS_S = 0.5
 LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch prefixes each line of a traceback with this once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors of torch, NCCL and gloo that a rank gets because another one has died.
+# Errors of torch, NCCL and gloo in a rank that follow the death of another died.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
-# Signals that end a process. Exit codes that would mean any other signal are srun's own.
+# Signals that end a process. Exit codes that correspond to other signals are srun's own.
 _FATAL_SIGNALS = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
 _CAUSES = {
-    signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
-    signal.SIGABRT: "native code gave up; its reason is at the end of the log",
+    signal.SIGSEGV: "native code crashed; the Python stack is at the end of the log",
+    signal.SIGABRT: "native code aborted; the reason is at the end of the log",
 }
 
 
@@ -41,10 +41,10 @@ _CAUSES = {
 class Death:
     """How a rank ended."""
 
-    when: float
-    """By time.monotonic()."""
+    time: float
+    """Value of time.monotonic()."""
     status: int | None = None
-    """Its exit code, negative for a signal; None where this process is not the rank's parent."""
+    """Exit code, negative for a signal; None if this process is not the rank's parent."""
     killed_by_launcher: bool = False
     """Whether this launcher killed it because other ranks had failed or stopped."""
 
@@ -54,17 +54,17 @@ class Fault:
     """Why a run failed, as reported to the user."""
 
     status: int
-    """Exit status of the rank to blame, negative for a signal."""
+    """Exit status of the rank that caused the failure, negative for a signal."""
     reason: str
     """The first line of the report, without its prefix."""
     rank: int | None = None
     is_user_error: bool = False
-    """Whether it ended with an error message that says what to change: a restart would end the same way."""
+    """Whether the user must change something, so that a restart would fail in the same way."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The evidence about a failed run."""
+    """Evidence about a failed run."""
 
     logs: Path
     old_sizes: Mapping[str, int]
@@ -86,9 +86,9 @@ class Failure:
         if self.code == UserError.exit_code and mistakes:
             say(reason := f"error: {mistakes[0].text}")
             return Fault(self.code, reason, is_user_error=True)
-        guilty = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
-        rank = self._find_root_rank(guilty)
-        if rank is None or not (_was_killed(self.deaths[rank]) or rank in guilty):
+        with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
+        rank = self._find_root_rank(with_error)
+        if rank is None or not (_was_killed(self.deaths[rank]) or rank in with_error):
             if self.lost:
                 return self._report_lost(beats)
             rank = None if self.launcher_failed else rank
@@ -96,7 +96,7 @@ class Failure:
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
         text = _new_text(log, self.old_sizes)
         if status == -signal.SIGKILL:
-            excerpt = []  # the process could not write anything, so the end of its log would mislead
+            excerpt = []  # the process could not write anything, so the end of its log would be misleading
         else:
             excerpt = tail(text) if status < 0 else last_traceback(text)
         if rank is None or self.code <= 0:
@@ -104,7 +104,7 @@ class Failure:
             say(f"the run failed: {reason}")
         else:
             beat = beats.get(rank)
-            host, position = (host_name(), "") if beat is None else (beat.host, f" ({beat.where()})")
+            host, position = (host_name(), "") if beat is None else (beat.host, f" ({beat.describe_position()})")
             reason = f"rank {rank} on {host} {describe_status(status)}{position}"
             say(f"the run failed: {reason}")
             for line in _explain_signal(status, beat):
@@ -115,24 +115,24 @@ class Failure:
         return Fault(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
 
     def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
-        host, words = next(iter(self.lost.items()))
-        there = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
-        place = f" (rank {there[0]} there: {beats[there[0]].where()})" if there else ""
-        reason = f"lost the connection to {host}: {words}{place}"
+        host, evidence = next(iter(self.lost.items()))
+        ranks = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
+        position = f" (rank {ranks[0]} there: {beats[ranks[0]].describe_position()})" if ranks else ""
+        reason = f"lost the connection to {host}: {evidence}{position}"
         say(f"the run failed: {reason}")
         say(f"full log: {self.logs / 'launcher.log'}")
-        return Fault(1, reason, there[0] if there else None)
+        return Fault(1, reason, ranks[0] if ranks else None)
 
-    def _find_root_rank(self, guilty: Set[int]) -> int | None:
-        """Return the rank to blame: the first one killed, else a guilty one, else the first to end."""
+    def _find_root_rank(self, with_error: Set[int]) -> int | None:
+        """Return the rank that caused the failure: the first killed, else one with an error, else the first to end."""
         if not self.deaths:
             return None
-        first = min(death.when for death in self.deaths.values())
+        first = min(death.time for death in self.deaths.values())
 
         def order(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
-            killed = _was_killed(death) and death.when - first < TOGETHER_S
-            return not killed, death.killed_by_launcher or rank not in guilty, death.when
+            killed = _was_killed(death) and death.time - first < SIMULTANEOUS_S
+            return not killed, death.killed_by_launcher or rank not in with_error, death.time
 
         return min(self.deaths, key=order)
 
@@ -143,7 +143,7 @@ class Failure:
 
 
 def _was_killed(death: Death) -> bool:
-    """Return whether an external signal killed the rank; SIGTERM is how launchers end the remaining ranks."""
+    """Return whether an external signal killed the rank; not SIGTERM, with which launchers end the remaining ranks."""
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
 
 
@@ -156,7 +156,7 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_repo
     text = _new_text(log, old_sizes)
     for line in last_stack(text) or last_traceback(text):
         say(f"  {line}")
-    say(f"the stacks of all ranks: {logs}/rank-*.log")
+    say(f"stacks of all ranks: {logs}/rank-*.log")
     return Fault(1, hang.text, rank)
 
 
@@ -169,7 +169,7 @@ def decode_exit_code(code: int) -> int:
     """Return the exit status behind a launcher's exit code: negative for a signal.
 
     DeepSpeed's launcher returns 256 - N for signal N; shells, srun and mpirun 128 + N; 255 is an error of ssh itself.
-    Codes of signals that end no process are srun's own, such as 151 for a node that does not answer.
+    Codes of signals that end no process are srun's own, such as 151 for a node that does not respond.
     """
     for number in (256 - code, code - 128):
         if number in _FATAL_SIGNALS and code != 255:
@@ -204,17 +204,17 @@ def last_stack(text: str) -> list[str]:
 
 def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
     memory = "" if beat is None else f" (at its last heartbeat {beat.free_memory_gib:.1f} GiB were free)"
-    shared = "" if beat is None else f" ({beat.free_shm_gib:.2f} GiB were free at its last heartbeat)"
+    shared = "" if beat is None else f" (at its last heartbeat {beat.free_shm_gib:.2f} GiB were free)"
     lines = []
     if status == -signal.SIGKILL:
         lines = [
-            f"  usually host memory ran out{memory}: `dmesg | tail` on its host says so, or `sacct -j JOB`",
-            "  the fix: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory",
+            f"  the host probably ran out of memory{memory}; check with `dmesg | tail` there, or `sacct -j JOB`",
+            "  to use less, reduce dataset.workers or the ranks per host, or turn zero.offload_* off",
         ]
         if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
             lines.append(f"  /dev/shm was nearly full{shared}")
     elif status == -signal.SIGBUS:
-        lines = [f"  usually /dev/shm is full{shared}; in a container start it with --shm-size=8g"]
+        lines = [f"  /dev/shm is probably full{shared}; start containers with --shm-size=8g"]
     return lines
 
 
@@ -229,15 +229,15 @@ def last_traceback(text: str) -> list[str]:
     end = start + 1
     while end < len(lines) and lines[end][indent : indent + 1] == " ":
         end += 1
-    # The error itself, with the first lines of a long message.
+    # The error, with the first lines of a long message.
     frames, message = lines[start + 1 : end], []
     for line in lines[end : end + 4]:
         if not line.strip():
             break
         message.append(line)
-    kept = frames[-(TRACEBACK_LINES - len(message)) :]
-    omitted = ["  ..."] if len(kept) < len(frames) else []
-    return [line[indent:][:LINE_WIDTH] for line in [lines[start], *omitted, *kept, *message]]
+    innermost = frames[-(TRACEBACK_LINES - len(message)) :]
+    omitted = ["  ..."] if len(innermost) < len(frames) else []
+    return [line[indent:][:LINE_WIDTH] for line in [lines[start], *omitted, *innermost, *message]]
 
 
 def tail(text: str) -> list[str]:
@@ -247,7 +247,7 @@ def tail(text: str) -> list[str]:
 
 
 def _has_own_error(text: str, error: RankError | None) -> bool:
-    """Return whether a rank failed by itself, as it or else its log says, not because of another rank."""
+    """Return whether a rank failed on its own, not because of another rank, according to its error or its log."""
     if error is not None and error.is_consequence:
         return False
     return _TRACEBACK in text and not _LOST_PEER.search("\n".join(last_traceback(text)[-4:]))

@@ -1,4 +1,4 @@
-"""What the launcher sees of a run once a second: heartbeats, the log of the ranks' launcher, the run's folder."""
+"""Observe a run once a second: its heartbeats, the log of the ranks' launcher, and its folder."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from launcher.supervision.build_locks import remove_stale_locks
-from launcher.supervision.processes import find_local_ranks, is_stopped, send
+from launcher.supervision.processes import find_local_ranks, is_stopped, send_signal
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import Hang, Heartbeat, read_hang, read_heartbeats
@@ -18,11 +18,11 @@ from trainer.contract.rendezvous import host_name
 
 LOCKS_EVERY_S = 10.0
 # srun waits forever for a node if the slurmstepd there was killed after its rank had ended.
-OUTLIVED_S = 35.0  # longer than a failed run's patience
+LAUNCHER_EXIT_S = 35.0  # longer than the ranks of a failed run are given to end
 # Far longer than any interval between two heartbeats.
 SILENCE_S = 60.0
-RETURN_S, STOP_S = 120.0, 5.0
-"""How long to wait for the run's folder after all ranks have ended: normally, and after a signal to stop."""
+FOLDER_WAIT_S, FOLDER_WAIT_AFTER_SIGNAL_S = 120.0, 5.0
+"""How long to wait for an unreadable folder after all ranks have ended."""
 FOLDER_POLL_S = 0.5
 _RUN_PREFIXES = ("launcher.log", "heartbeat-")
 
@@ -30,17 +30,17 @@ _RUN_PREFIXES = ("launcher.log", "heartbeat-")
 def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
     """Diagnose a run in which no rank can report anything.
 
-    Blame ranks without any heartbeat: the others may wait for them in MPI_Init, before the watchdog thread exists.
+    Ranks that never sent a heartbeat are the cause: others may wait for them in MPI_Init, before their watchdog exists.
     """
-    unheard = [rank for rank in range(ranks) if rank not in beats]
-    if not beats or not unheard:
-        return Hang([0], "no rank sends heartbeats any more: all ranks, or their host, are stopped")
-    text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in unheard)
-    return Hang(unheard, f"{text}; the others send none any more")
+    never_seen = [rank for rank in range(ranks) if rank not in beats]
+    if not beats or not never_seen:
+        return Hang([0], "no rank sends heartbeats any more: all ranks, or their hosts, have stopped")
+    text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in never_seen)
+    return Hang(never_seen, f"{text}; the others send none any more")
 
 
 def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
-    """Add the host of each rank without heartbeats, which the other ranks may not know."""
+    """Add the host of each rank to the text, because other ranks may not know it."""
     text = hang.text
     for rank in hang.ranks:
         host = host_name() if reach is None else reach.find_host(rank)
@@ -50,7 +50,7 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
 
 
 class FolderWatch:
-    """Reports when `logs` cannot be read for a while: its file server does not answer, or was remounted."""
+    """Reports when `logs` becomes unreadable, for example because its file server is down, and readable again."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -68,22 +68,21 @@ class FolderWatch:
 
     def _find_problem(self) -> str:
         try:
-            names = os.listdir(self._logs)  # asks the file server; cached attributes may be a second old
+            names = os.listdir(self._logs)  # listing asks the file server, while attributes may be cached
         except OSError as error:
             return str(error)
-        # Where nothing is mounted, the thread that holds the lock creates a folder with only the lock in it.
-        return (
-            "" if any(name.startswith(_RUN_PREFIXES) for name in names) else f"nothing of this run is in {self._logs}"
-        )
+        # If the disk is not mounted, the thread of the lock creates a folder that has only the lock in it.
+        has_run = any(name.startswith(_RUN_PREFIXES) for name in names)
+        return "" if has_run else f"{self._logs} has no files of this run"
 
     def wait_until_readable(self, signals: Sized) -> bool:
-        """Wait until the folder is readable, at most until another signal; return whether it is.
+        """Wait until the folder is readable, or another signal arrives; return whether it is readable.
 
-        Without it neither the state of the ranks nor the complete checkpoints are known.
+        The folder is needed to know the state of the ranks and the complete checkpoints.
         """
         if self.is_readable():
             return True
-        seconds, received = STOP_S if signals else RETURN_S, len(signals)
+        seconds, received = FOLDER_WAIT_AFTER_SIGNAL_S if signals else FOLDER_WAIT_S, len(signals)
         say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
         deadline = time.monotonic() + seconds
         while not self.is_readable():
@@ -91,8 +90,8 @@ class FolderWatch:
                 return False
             if time.monotonic() > deadline:
                 say(
-                    f"{self._logs.parent} still cannot be read, and its logs say why the run ended; once it can, start "
-                    "the run with training.resume_from_checkpoint=auto"
+                    f"{self._logs.parent} still cannot be read; once it can, see its logs for why the run ended, and "
+                    "resume with training.resume_from_checkpoint=auto"
                 )
                 return False
             time.sleep(FOLDER_POLL_S)
@@ -100,39 +99,39 @@ class FolderWatch:
 
 
 class Observer:
-    """Reads the state of the ranks."""
+    """Observes the ranks of a run."""
 
     def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
-        """`count` is the number of ranks; those that another launcher started also have its `log`."""
+        """Observe `count` ranks; `reach` is for ranks of another launcher, which also writes `log`."""
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
         """Known ranks of this host."""
-        self.trains = False
+        self.has_begun_step = False
         """Whether a rank has begun a step."""
         self.codes: set[int | None] = set()
-        """Exit codes in the heartbeats; None of ranks that have not ended."""
+        """Exit codes in the heartbeats; None for ranks that have not ended."""
         self.has_failure = False
-        """Whether the launcher of the ranks reports one."""
+        """Whether the ranks' launcher has reported a failed rank or host."""
         self.silent_run: Hang | None = None
         self.has_reported_hang = False
         self._logs, self._count, self._reach = logs, count, reach
         self._unfinished: dict[int, Heartbeat] = {}
         self._changed_at = time.monotonic()
         self._silence_s = 1.5 * hang_timeout_s + SILENCE_S if hang_timeout_s else math.inf
-        self._looked_at = self._locks_due_at = 0.0
+        self._polled_at = self._locks_due_at = 0.0
         self._all_ended_at: float | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the heartbeats and the launcher's log, at most once a second."""
         now = time.monotonic()
-        if now - self._looked_at < 1.0:
+        if now - self._polled_at < 1.0:
             return
-        self._looked_at = now
+        self._polled_at = now
         if not self.folder.is_readable():
             self._changed_at = now
             return
         beats = read_heartbeats(self._logs)
-        self.trains |= any(beat.step for beat in beats.values())
+        self.has_begun_step |= any(beat.step for beat in beats.values())
         self.codes = {beat.exit_code for beat in beats.values()}
         if self._reach is not None:
             self.ranks = find_local_ranks(beats.values()) | self.ranks
@@ -140,31 +139,31 @@ class Observer:
             ended = len(beats) == self._count and None not in self.codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
         if now > self._locks_due_at:
-            # Before the first step this run may wait for a build of another run that gets killed.
-            self._locks_due_at = math.inf if self.trains else now + LOCKS_EVERY_S
+            # Before its first step, this run may wait for the build of another run that was killed.
+            self._locks_due_at = math.inf if self.has_begun_step else now + LOCKS_EVERY_S
             remove_stale_locks()
         unfinished = {rank: beat for rank, beat in beats.items() if beat.exit_code is None}
         if unfinished != self._unfinished or not unfinished:
             self._unfinished, self._changed_at = unfinished, now
         if now - self._changed_at > self._silence_s:
-            # Before mpirun is ended, which resumes stopped ranks.
+            # Diagnosed before mpirun is ended, which resumes stopped ranks.
             self.silent_run = diagnose_silence(self._count, beats)
         if (hang := read_hang(self._logs)) is not None:
             if not self.has_reported_hang:
-                self.has_reported_hang = True  # now, because the launcher of an unreachable host may not return
+                self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
                 say(f"the run failed: {name_hosts(hang, self._reach).text}")
-            # A stopped rank must run to write its stack and end; one without heartbeats would only start training.
+            # A stopped rank must continue, to write its stack and end; one without heartbeats would start training.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
-            send(halted, signal.SIGCONT)
+            send_signal(halted, signal.SIGCONT)
 
-    def look_for_steps(self) -> bool:
-        """Return whether a rank has begun a step, by its newest heartbeat."""
-        self.trains |= any(beat.step for beat in read_heartbeats(self._logs).values())
-        return self.trains
+    def check_for_steps(self) -> bool:
+        """Read the heartbeats now, and return whether a rank has begun a step."""
+        self.has_begun_step |= any(beat.step for beat in read_heartbeats(self._logs).values())
+        return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Return and report whether the ranks' launcher still runs OUTLIVED_S after all of them reported their end."""
-        if self._all_ended_at is None or time.monotonic() - self._all_ended_at < OUTLIVED_S:
+        """Report and return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have ended."""
+        if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
-        say(f"all ranks ended {OUTLIVED_S:.0f} s ago, but their launcher still waits; ending it")
+        say(f"all ranks ended {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; ending it")
         return True

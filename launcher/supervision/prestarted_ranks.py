@@ -1,7 +1,7 @@
-"""Ranks of this machine that start before the checks, which rank 0 runs, and then wait for permission to train.
+"""Ranks of this machine that start before the checks, and then wait until they may train.
 
-All ranks import at the same time, and no extra process imports only for the checks. A run that is refused or stopped
-before the checks pass has written nothing to its folder.
+Rank 0 runs the checks, which saves the imports of another process. A run that is refused or stopped before the checks
+pass has written nothing to its folder.
 """
 
 import select
@@ -20,14 +20,14 @@ from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions, is_stopped
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.contract.exit_codes import EXIT_FAILED, PASSED_ON, exit_code_after, to_exit_code
-from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage
+from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, exit_code_after, to_exit_code
+from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage
 from trainer.contract.rendezvous import host_name
 
 POLL_S = 0.05
 PATIENCE_S = 10.0
-FAILED = "the run failed before its checks were done"
-_SIGNALS_BY_CODE = {exit_code_after(number): number for number in PASSED_ON}
+FAILED = "the run failed during its checks"
+_SIGNALS_BY_CODE = {exit_code_after(number): number for number in FORWARDED_SIGNALS}
 
 
 class PrestartedRanks:
@@ -36,7 +36,7 @@ class PrestartedRanks:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
-        # The user sees the output of rank 0; that of the others goes to the launcher's log.
+        # Rank 0 writes to the terminal; the output of the others is copied to the launcher's log.
         self._output = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
         self._handlers: dict[int, Any] = {}
@@ -45,11 +45,11 @@ class PrestartedRanks:
     def start(cls, command: Command) -> Self:
         """Start every rank of `command`, each in its own session.
 
-        From here on signals are only recorded, for `wait_for_checks`: a handler that raised would leave ranks behind.
+        Signals are now only recorded for `wait_for_checks`: an exception in a handler would leave ranks behind.
         """
         ranks = cls()
         ranks._record_signals()
-        # A rank unblocks Ctrl-C once it can end without a traceback.
+        # A rank unblocks SIGINT once it can end without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for variables in command.rank_environments:
@@ -57,7 +57,7 @@ class PrestartedRanks:
                 with theirs:
                     ranks._channels.append(ours)
                     output = ranks._output if ranks.processes else None
-                    argv = (*command.argv, HELD)
+                    argv = (*command.argv, PRESTARTED)
                     ranks.processes.append(command.start_process(argv, variables, theirs.fileno(), output, output))
         except BaseException:
             ranks.__exit__()
@@ -71,9 +71,9 @@ class PrestartedRanks:
         return bool(self._channels)
 
     def wait_for_checks(self, hang_timeout_minutes: float = 0.0) -> int:
-        """Wait for the checks of rank 0: return 0 once they pass, else the exit code of this command.
+        """Wait for the checks of rank 0; return 0 if they pass, else the exit code of this command.
 
-        Checks may take any time, unless a rank stays stopped for `hang_timeout_minutes`.
+        The time is not limited, unless a rank stays stopped for `hang_timeout_minutes`.
         """
         try:
             code = self._wait(hang_timeout_minutes * 60.0)
@@ -129,7 +129,7 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Give rank 0 `PATIENCE_S`, or until the next signal, to clean up; end all ranks; return the exit code."""
+        """Give rank 0 `PATIENCE_S` to clean up, or until the next signal; end all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:
@@ -141,7 +141,7 @@ class PrestartedRanks:
         def record(number: int, frame: FrameType | None) -> None:
             self._signals.append((number, time.monotonic()))
 
-        self._handlers = {number: signal.signal(number, record) for number in PASSED_ON}
+        self._handlers = {number: signal.signal(number, record) for number in FORWARDED_SIGNALS}
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():

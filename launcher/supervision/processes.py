@@ -1,4 +1,4 @@
-"""The processes below the launcher: run, find, signal and end them."""
+"""Run, find, signal and end the processes below the launcher."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.terminal import say
-from trainer.contract.exit_codes import PASSED_ON, exit_code_after, to_exit_code
+from trainer.contract.exit_codes import FORWARDED_SIGNALS, exit_code_after, to_exit_code
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rendezvous import host_name
 
@@ -28,7 +28,7 @@ def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
             continue
         try:
             process = psutil.Process(beat.pid)
-            # A reused pid belongs to a process younger than the heartbeat.
+            # If the PID was reused, its process is younger than the heartbeat.
             if process.create_time() < beat.time:
                 ranks[beat.rank] = process
         except psutil.NoSuchProcess:
@@ -44,7 +44,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def send(processes: Iterable[psutil.Process], number: int) -> None:
+def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
     """Send a signal to each process that still exists."""
     for process in processes:
         try:
@@ -55,26 +55,26 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
 
 def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Return the processes and all their descendants."""
-    found: list[psutil.Process] = []
+    tree: list[psutil.Process] = []
     for process in processes:
         try:
-            found += [*process.children(recursive=True), process]
+            tree += [*process.children(recursive=True), process]
         except psutil.NoSuchProcess:
             continue
-    return found
+    return tree
 
 
 def end_sessions(leader_pids: Collection[int]) -> None:
     """Kill every process of the sessions with these leaders and wait until they have ended.
 
-    By session, not by parent: orphans of a dead process belong to init, but still to its session.
+    Orphans of a dead process have init as their parent, but stay in its session.
     """
     deadline = time.monotonic() + END_PATIENCE_S
     while members := _list_session_members(leader_pids):
-        send(members, signal.SIGKILL)
+        send_signal(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
-        # Not psutil.wait_procs: it would reap the leaders, and their Popen objects would lose the exit status.
+        # psutil.wait_procs would reap the leaders, so that their Popen objects would lose the exit status.
         time.sleep(POLL_S)
 
 
@@ -98,12 +98,12 @@ def is_stopped(process: psutil.Process) -> bool:
 
 
 def run_child(argv: Sequence[str], failed: str = "") -> int:
-    """Run `python -m launcher.module ...` in this terminal, such as the data preparation, and return its exit code.
+    """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
-    The code is 128 + N after signal N and 75 after SIGUSR1. Signals are forwarded; the child then has
-    `CHILD_PATIENCE_S`, or until a second signal. Prints `failed` if it was killed.
+    Signals are forwarded; the child is killed after `CHILD_PATIENCE_S` or a second signal. The exit code is then 128 +
+    the signal's number, or 75 for SIGUSR1. Prints `failed` if the child was killed.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it once it can handle it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
     child = subprocess.Popen(argv, start_new_session=True)
     received: list[tuple[int, float]] = []
 
@@ -111,7 +111,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
         child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         received.append((number, time.monotonic()))
 
-    before = {number: signal.signal(number, forward) for number in PASSED_ON}
+    handlers = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         while (code := child.poll()) is None:
@@ -121,7 +121,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
     finally:
         end_sessions([child.pid])
         code = child.wait()
-        for forwarded, handler in before.items():
+        for forwarded, handler in handlers.items():
             signal.signal(forwarded, handler)
     if received:
         return exit_code_after(received[0][0])

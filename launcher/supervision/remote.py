@@ -1,4 +1,4 @@
-"""Stop and end ranks that another launcher (srun, mpirun, pdsh) started, and read how they ended from its log."""
+"""Stop and end ranks started by another launcher (srun, mpirun, pdsh), and read from its log how they ended."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ from launcher.supervision.failure_report import decode_exit_code
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
 from launcher.targets.slurm import Allocation
-from trainer.contract.exit_codes import STOPPED
+from trainer.contract.exit_codes import STOP_CODES
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
 END_PATIENCE_S = 20.0
@@ -25,9 +25,9 @@ _SRUN_STATUS = re.compile(
 )
 # "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure"
 _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
-# From here on srun reports tasks that it ends itself.
+# After this, srun reports tasks that it ends itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
-# "pdsh@login: n2: ssh exited with exit code 247"; also for a host on which nothing started.
+# "pdsh@login: n2: ssh exited with exit code 247"; also for a host on which no rank started.
 _PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
 # Messages of ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
 _SSH_MESSAGE = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
@@ -40,7 +40,7 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach:
-    """How the launcher's process reaches ranks that mpirun started; srun and pdsh differ in some of it."""
+    """Reach ranks through mpirun; subclasses reach them through srun, or ssh."""
 
     def find_host(self, rank: int) -> str:
         """Return the host of a rank; empty if unknown."""
@@ -49,33 +49,33 @@ class Reach:
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         """Signal the ranks to save and stop; return False if no rank can be reached yet.
 
-        One rank is enough, because they agree by all-reduce; srun and mpirun forward SIGUSR1 to all.
+        Signaling one rank is enough, because the ranks agree by all-reduce; srun and mpirun forward SIGUSR1 to all.
         """
         process.send_signal(signal.SIGUSR1)
         return True
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        """Kill every rank now. srun and mpirun do so on SIGTERM; SIGKILL would end them alone."""
+        """Kill every rank now. srun and mpirun do so on SIGTERM; SIGKILL would only kill srun or mpirun."""
         process.terminate()
         deadline = time.monotonic() + END_PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        """Return rank -> exit status (negative for a signal), as far as the launcher's log reports it."""
+        """Return rank -> exit status (negative for a signal) for the ranks in the launcher's log."""
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return lost host -> evidence; `before` is the log as it was before this launcher ended anything."""
+        """Return lost host -> evidence; `before` is the log before this process ended any rank."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        """Return whether the launcher itself failed, given that it ended before any failure of a rank was reported."""
+        """Return whether the launcher itself failed, if it ended before a failed rank was reported."""
         return status < 0
 
 
 class SrunReach(Reach):
-    """Reach through srun, in an allocation that may lose nodes."""
+    """Reach ranks through srun, in an allocation that may lose nodes."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
@@ -89,22 +89,22 @@ class SrunReach(Reach):
         return {rank: status for rank, status in statuses.items() if status}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        unstarted = {host: f"srun could not start its ranks: {words}" for host, words in _SRUN_UNSTARTED.findall(log)}
+        unstarted = {host: f"srun could not start its ranks: {reason}" for host, reason in _SRUN_UNSTARTED.findall(log)}
         if unstarted:
             return unstarted
-        # srun reports the tasks it ends itself as well, unless the slurmstepd on their node has died.
+        # srun also reports tasks that it ends itself, unless the slurmstepd on their node has died.
         statuses = _parse_srun(log)
         silent = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in statuses]
-        words = "srun did not learn how its ranks ended; the slurmstepd above them has died"
-        return dict.fromkeys(silent, words) if statuses and _SRUN_ENDS.search(log) else {}
+        evidence = "srun did not learn how its ranks ended, because their slurmstepd has died"
+        return dict.fromkeys(silent, evidence) if statuses and _SRUN_ENDS.search(log) else {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        # end_with_launcher.py turns signal N into 128 + N. So does srun for a task, but then its log says so.
+        # end_with_launcher.py converts signal N to 128 + N. srun does so for a task, but then reports it in its log.
         return status < 0 or (status > 128 and not _parse_srun(log))
 
 
 class SshReach(Reach):
-    """Reach through ssh to each host, because pdsh forwards no signals. Ranks follow the order of `slots`."""
+    """Reach ranks through ssh, because pdsh forwards no signals. Ranks have the order of `slots`."""
 
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
@@ -122,9 +122,9 @@ class SshReach(Reach):
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         if process.poll() == 0:
-            return  # every host's launcher has seen its ranks end
-        # The run's console file identifies its ranks and the launchers that have not started theirs yet, but not the
-        # `deepspeed` and pdsh above them, in case this host is in the hostfile.
+            return  # the ranks of every host have ended
+        # Match by the run's console file: the ranks, and launchers that have not started ranks yet. Do not match the
+        # `deepspeed` and pdsh processes above them, in case this host is in the hostfile.
         console = re.sub(r"[^\w/]", ".", str(ConsoleFile.console_path(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
@@ -136,7 +136,7 @@ class SshReach(Reach):
             ranks = [rank for rank, host in enumerate(self._host_of_rank) if _matches_host(label, host)]
             silent = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
             if silent and decode_exit_code(int(code)) < 0:
-                # A host's launcher reports the first rank that ended, which is the first without heartbeats.
+                # A host's launcher reports the rank that ended first, which is the first without heartbeats.
                 statuses[min(silent, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
         return statuses
 
@@ -152,15 +152,15 @@ class SshReach(Reach):
         }
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        # DeepSpeed returns 256 - N if signal N killed pdsh or a rank; only for a rank does pdsh write a line.
+        # DeepSpeed returns 256 - N if signal N killed pdsh or a rank; pdsh writes a line only for a rank.
         return status < 0 or not _PDSH_STATUS.search(log)
 
 
 def _parse_srun(log: str) -> dict[int, int]:
     """Return rank -> exit status; 0 where srun's description is not recognized."""
     statuses: dict[int, int] = {}
-    for ranks, code, words in _SRUN_STATUS.findall(log):
-        status = int(code) if code else -_SIGNALS.get(words, 0)
+    for ranks, code, description in _SRUN_STATUS.findall(log):
+        status = int(code) if code else -_SIGNALS.get(description, 0)
         for part in ranks.split(","):
             first, _, last = part.partition("-")
             statuses |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
@@ -168,33 +168,33 @@ def _parse_srun(log: str) -> dict[int, int]:
 
 
 def _matches_host(label: str, host: str) -> bool:
-    """Return whether pdsh's label means this host: it omits the user, and a domain common to all hosts."""
+    """Return whether pdsh's label is for this host: labels omit the user, and a domain that all hosts share."""
     name = host.rpartition("@")[2]
     return label == name or name.startswith(label + ".")
 
 
 class LauncherLog:
-    """The part of the log written after `begin`."""
+    """The log of the ranks' launcher, from `begin` on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._begin = 0
         self._text = ""
         self.text_before_end = ""
-        """The text at the first failure or stop, before this launcher ended any rank."""
+        """The text at the first failure or stop, before this process ended any rank."""
 
     def begin(self) -> None:
-        """Skip what an earlier run or attempt has written."""
+        """Skip the current content, which is that of an earlier run or attempt."""
         self._begin = self._path.stat().st_size
 
     def has_failure(self) -> bool:
         """Return whether a complete line reports a failed rank or host."""
         lines = self.text().rpartition("\n")[0]
         codes = [code for _, code in _PDSH_STATUS.findall(lines)] + _SRUN_FAILURE.findall(lines)
-        return _FAILURE in lines or any(int(code or 1) not in STOPPED for code in codes)
+        return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
     def text(self) -> str:
-        """Return the text, or what was read last while the file server does not answer."""
+        """Return the text; the last text read if the file server does not respond."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._begin)
             self._text = file.read().decode(errors="replace")

@@ -1,9 +1,8 @@
 """Restart the ranks of a failed run from its newest complete checkpoint.
 
-A rank that ran out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). A rank that
-died, hung or lost its GPU leaves none: the run then restarts unchanged, at most `training.max_restarts` times and only
-if a step was completed since the last start. A failure that repeats in the same step usually comes from the step's
-data; it is reported instead.
+A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). After other
+failures, the run restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the
+last start. A failure that repeats in the same step is usually caused by its data; the run then ends.
 """
 
 import time
@@ -13,16 +12,16 @@ from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.terminal import say
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOPPED
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOP_CODES
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import (
     MAX_HALVINGS,
     Restart,
     RestartNote,
     complete_checkpoints,
-    forget_restarts,
+    delete_restarts,
     newest_checkpoint,
-    note_restart,
+    record_restart,
 )
 
 _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
@@ -30,24 +29,24 @@ _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
 @dataclass(frozen=True)
 class Ending:
-    """How one attempt of the ranks ended."""
+    """How one attempt ended."""
 
     code: int
     fault: Fault | None = None
-    """None if the ranks finished, were stopped, or ask for a smaller micro-batch."""
+    """None if the ranks finished, were stopped, or requested a smaller micro-batch."""
     ranks: int = 0
     """Number of ranks started."""
     step: int = 0
-    """Step of the rank to blame; the furthest step if there is none."""
+    """Step of the rank that failed; the furthest step of any rank if unknown."""
     completed_step: bool = False
-    """Whether that rank, or any rank, completed a step."""
+    """Whether that rank, or any rank if unknown, completed a step."""
 
     @classmethod
     def from_heartbeats(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
         """Return the ending, with step and progress read from the heartbeats."""
-        found = read_heartbeats(logs)
-        blamed = found.get(fault.rank) if fault is not None and fault.rank is not None else None
-        beats = [blamed] if blamed is not None else list(found.values())  # others may be a step ahead
+        by_rank = read_heartbeats(logs)
+        failed = by_rank.get(fault.rank) if fault is not None and fault.rank is not None else None
+        beats = [failed] if failed is not None else list(by_rank.values())  # others may be a step ahead
         step = max((beat.step for beat in beats), default=0)
         return cls(code, fault, ranks, step, any(beat.completed_step for beat in beats))
 
@@ -59,11 +58,11 @@ class Ending:
 
 
 Start = Callable[[Sequence[str]], Ending]
-"""Start the ranks with extra `key=value` settings and return how they ended."""
+"""Start the ranks with additional `key=value` settings and return how they ended."""
 
 
 class Restarts:
-    """The attempts of one run, and the decisions between them."""
+    """Start the ranks of one run until they succeed or a restart cannot help."""
 
     def __init__(
         self,
@@ -74,10 +73,10 @@ class Restarts:
         resumes: bool,
         exclude: Callable[[Ending], str | None] | None = None,
     ) -> None:
-        """Allow `max_restarts` restarts after failures; `resumes` if the user lets the run resume from a checkpoint.
+        """Allow `max_restarts` restarts after failures; `resumes` if the user set a checkpoint to resume from.
 
-        `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without it
-        such a run ends.
+        `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name. Without it,
+        a run with such a failure ends.
         """
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
@@ -87,7 +86,7 @@ class Restarts:
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
         if not resumes:
-            forget_restarts(run_dir)
+            delete_restarts(run_dir)
 
     def run(self) -> int:
         """Start the ranks until they succeed or a restart cannot help, and return the exit code."""
@@ -122,10 +121,10 @@ class Restarts:
         return True
 
     def _should_restart(self, ending: Ending, before: Ending | None) -> bool:
-        if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._max_restarts:
+        if ending.code in (EXIT_OK, EXIT_USAGE, *STOP_CODES) or ending.fault is None or not self._max_restarts:
             return False
         if ending.fault.is_user_error:
-            return False  # its own message says what to change
+            return False  # a restart would fail in the same way
         if ending.is_same_failure(before):
             inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {ending.step}"
             say(
@@ -134,12 +133,12 @@ class Restarts:
             )
             return False
         if self._restarts == self._max_restarts:
-            say(f"not restarted: training.max_restarts={self._max_restarts} is used up")
+            say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
             return False
         return ending.completed_step or self._can_exclude(ending)
 
     def _can_exclude(self, ending: Ending) -> bool:
-        """Exclude what failed before completing a step, in a run that has completed some; return whether it worked."""
+        """Exclude the host or GPU that failed before completing a step, if earlier attempts completed steps."""
         excluded = self._exclude(ending) if self._exclude is not None and self._has_trained else None
         if excluded is None:
             say("not restarted: no step was completed since the ranks were started")
@@ -150,17 +149,17 @@ class Restarts:
     def _prepare_next(self, ending: Ending, reason: str, step: int = 0) -> str:
         """Make the next attempt resume from this run's newest complete checkpoint; return its name, empty if none.
 
-        `step` is the step of a restart note, which the heartbeats may lack.
+        `step` is the step of a restart note, because the heartbeats may not have it.
         """
-        now = complete_checkpoints(self._run_dir)
-        newest = newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
+        checkpoints = complete_checkpoints(self._run_dir)
+        newest = newest_checkpoint(name for name, written in checkpoints.items() if self._before.get(name) != written)
         if ending.step or step or self._record() != self._record_before:
-            # This run has already moved an earlier run's files aside. Never delete now, even if no checkpoint is
-            # visible: a network file system may show a new one late.
+            # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
+            # is visible: network file systems may show a new one late.
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
-        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
+        record_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
     def _record(self) -> int:

@@ -1,7 +1,7 @@
 """Show rank 0's output on the user's terminal: through a named pipe, or a file if rank 0 may be on another host.
 
-DeepSpeed's launcher closes inherited descriptors and mixes its own lines into the output it forwards; a pipe or file
-carries rank 0's lines and nothing else.
+DeepSpeed's launcher closes inherited descriptors and adds its own lines to the output that it forwards; a pipe or file
+has only the lines of rank 0.
 """
 
 import os
@@ -20,14 +20,14 @@ FOLLOW_S = 0.2
 
 
 class _Console:
-    """Path to which rank 0 writes; its content appears on this process's stdout."""
+    """A path for rank 0's output, which is copied to this process's stdout."""
 
     def __init__(self, logs: Path, path: Path) -> None:
         self._logs, self.path = logs, path
         self._is_lost = False
 
     def arguments(self) -> list[str]:
-        """Return a rank's options for the path to write to and the kind of terminal."""
+        """Return the options that give a rank this path, and the width of the terminal."""
         terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
         return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
 
@@ -35,22 +35,22 @@ class _Console:
         if not _write(chunk) and not self._is_lost:
             self._is_lost = True
             with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
-                log.write("standard output cannot be written any more; training continues without its console\n")
+                log.write("standard output can no longer be written; training continues without it\n")
 
     def __enter__(self) -> Self:
         return self
 
 
 class ConsolePipe(_Console):
-    """A named pipe; its bytes appear on this process's stdout until the `with` block ends."""
+    """A named pipe, copied to this process's stdout until the `with` block ends."""
 
     def __init__(self, logs: Path) -> None:
-        # Not in the run's folder: network file systems do not all have pipes.
+        # Not in the run's folder, because some network file systems have no pipes.
         self._folder = Path(tempfile.mkdtemp(prefix="zerolora-"))
         super().__init__(logs, self._folder / "console")
         os.mkfifo(self.path, 0o600)
         self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        # Our own writer keeps the pipe open before rank 0 opens it, and closes it when we want it to end.
+        # This writer keeps the pipe open until rank 0 has opened it and `__exit__` closes it.
         self._write_fd = os.open(self.path, os.O_WRONLY)
         os.set_blocking(self._read_fd, True)
         self._line_is_open = False
@@ -64,16 +64,16 @@ class ConsolePipe(_Console):
 
     def __exit__(self, *error: object) -> None:
         os.close(self._write_fd)
-        # Ends at once if all writers have ended; an unkillable rank must not keep the user waiting.
+        # Returns at once if all writers have ended. The timeout is for ranks that cannot be killed.
         self._thread.join(timeout=5.0)
         shutil.rmtree(self._folder, ignore_errors=True)
         if os.isatty(1):
-            # A rank killed while its progress bar was up has left the cursor hidden and the line open.
+            # A rank killed while it showed a progress bar has left the cursor hidden and the line incomplete.
             _write(SHOW_CURSOR + (b"\n" if self._line_is_open else b""))
 
 
 class ConsoleFile(_Console):
-    """A file in the run's folder, for rank 0 on any host; appended bytes appear on this process's stdout."""
+    """A file in the run's folder, for rank 0 on any host; appended bytes are copied to this process's stdout."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -92,14 +92,14 @@ class ConsoleFile(_Console):
     def _follow(self) -> None:
         ending = False
         while True:
-            with suppress(OSError):  # the file server does not answer; retried in the next round
+            with suppress(OSError):  # the file server does not respond; try again later
                 self._show_new()
             if ending:
                 return
             ending = self._ended.wait(FOLLOW_S)
 
     def _show_new(self) -> None:
-        # Opened each time: after a remount of the folder an open file stays unusable.
+        # Opened each time, because a file stays unusable after its folder was remounted.
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._shown)
             while chunk := file.read(65536):
@@ -121,7 +121,7 @@ def say(message: str) -> None:
 
 
 def show(line: str) -> None:
-    """Print a progress line of the launcher on stdout, where rank 0's lines go."""
+    """Print a progress line of the launcher on stdout, among those of rank 0."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
@@ -135,7 +135,7 @@ def _clear_line() -> None:
 
 
 def _write(data: bytes) -> bool:
-    """Write all of `data` to stdout; return False instead of raising, because the run must continue."""
+    """Write all of `data` to stdout; return False for errors, because the run must continue."""
     try:
         while data:
             data = data[os.write(1, data) :]

@@ -1,7 +1,7 @@
-"""Hosts and GPUs of a run: read the hostfile, apply filters, and check that ssh reaches the hosts.
+"""Choose the hosts and GPUs of a run: read the hostfile, apply filters, and check that ssh reaches the hosts.
 
-A hostfile has a line per host, `gpu-a slots=8`; `#` begins a comment. `--include` and `--exclude` are DeepSpeed's:
-`gpu-a@gpu-b:0,2` is all of gpu-a and GPUs 0 and 2 of gpu-b.
+A hostfile has a line per host, `gpu-a slots=8`; `#` begins a comment. `--include` and `--exclude` have DeepSpeed's
+syntax: `gpu-a@gpu-b:0,2` means all GPUs of gpu-a, and GPUs 0 and 2 of gpu-b.
 """
 
 import re
@@ -16,7 +16,7 @@ from trainer.config import UserError
 from trainer.config.files import read_text
 
 Slots = dict[str, list[int]]
-"""Host -> numbers of its GPUs, in the order of the ranks."""
+"""Host -> indices of its GPUs, in rank order."""
 SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
 _ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
@@ -24,10 +24,10 @@ _NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
 
 
 def read_hostfile(path: Path) -> Slots:
-    """Return the slots of a hostfile. Raises UserError if it is missing, empty, or has a wrong or repeated entry."""
+    """Return the slots of a hostfile. Raises UserError for a missing or empty file and invalid or repeated entries."""
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"--hostfile {path}: {found}; write one line per host, `gpu-a slots=8`")
+        problem = "is a folder" if path.is_dir() else "no such file"
+        raise UserError(f"--hostfile {path}: {problem}; write one line per host, `gpu-a slots=8`")
     slots: Slots = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.strip()
@@ -37,7 +37,7 @@ def read_hostfile(path: Path) -> Slots:
         if entry is None or not _NAME.fullmatch(entry[1]) or int(entry[2]) == 0:
             raise UserError(f"--hostfile {path}: line {number} is {text!r}; it must read `gpu-a slots=8`")
         if entry[1] in slots:
-            raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line for each host")
+            raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line per host")
         slots[entry[1]] = list(range(int(entry[2])))
     if not slots:
         raise UserError(f"--hostfile {path}: names no host; write one line per host, `gpu-a slots=8`")
@@ -52,16 +52,16 @@ def choose_slots(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> Slots:
-    """Return `slots` after the filters. Raises UserError for unknown hosts or GPUs, and if nothing is left."""
+    """Return the slots that pass the filters. Raises UserError for unknown hosts or GPUs, and if none pass."""
     if include is not None and exclude is not None:
-        raise UserError("--include with --exclude: pass either what to use or what to exclude")
+        raise UserError("--include with --exclude: cannot be combined; remove one")
     if include is not None:
         chosen = _parse_filter("--include", include, slots)
         slots = {host: chosen[host] for host in slots if host in chosen}
     if exclude is not None:
-        dropped = _parse_filter("--exclude", exclude, slots)
-        kept = {host: [gpu for gpu in gpus if gpu not in dropped.get(host, ())] for host, gpus in slots.items()}
-        slots = {host: gpus for host, gpus in kept.items() if gpus}
+        excluded = _parse_filter("--exclude", exclude, slots)
+        remaining = {host: [gpu for gpu in gpus if gpu not in excluded.get(host, ())] for host, gpus in slots.items()}
+        slots = {host: gpus for host, gpus in remaining.items() if gpus}
         if not slots:
             raise UserError(f"--exclude {exclude}: leaves no GPU; exclude fewer")
     if num_nodes is not None:
@@ -79,41 +79,41 @@ def choose_slots(
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    """Raise UserError naming every host that `find_unreachable` finds."""
-    if wrong := find_unreachable(hosts, folder):
-        raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in wrong.items()))
+    """Raise UserError with every host that `find_unreachable` returns."""
+    if problems := find_unreachable(hosts, folder):
+        raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in problems.items()))
 
 
 def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
     """Return host -> problem where ssh does not reach a host, or this Python or `folder` is missing there."""
-    wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
+    command = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        problems = pool.map(lambda host: _find_ssh_problem(host, wanted), hosts)
+        problems = pool.map(lambda host: _find_ssh_problem(host, command), hosts)
         return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem is not None}
 
 
 def run_on(host: str, command: str) -> None:
-    """Run a shell command on a host, ignoring its result; wait at most as long as a login may take."""
+    """Run a shell command on a host; ignore its result, and a host that does not respond."""
     try:
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        pass  # the host does not answer, so its ranks cannot run either
+        pass  # its ranks cannot run either
 
 
 def _find_ssh_problem(host: str, command: str) -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * SSH_TIMEOUT_S
         )
     except FileNotFoundError:
         return "ssh is missing on this machine; install openssh-client"
     except subprocess.TimeoutExpired:
-        return f"ssh does not answer within {3 * SSH_TIMEOUT_S} s"
-    if done.returncode == 255:
-        output = done.stderr.strip().splitlines() or ["no reason given"]
-        return f"not reached by ssh without a password ({output[-1]}); try `ssh {host} hostname`"
-    if done.returncode:
-        return f"{sys.executable} or this folder is missing; use a file system that all hosts share"
+        return f"ssh does not respond within {3 * SSH_TIMEOUT_S} s"
+    if result.returncode == 255:
+        output = result.stderr.strip().splitlines() or ["no reason given"]
+        return f"not reachable by ssh without a password ({output[-1]}); try `ssh {host} hostname`"
+    if result.returncode:
+        return f"{sys.executable} or this folder is missing; use a shared file system"
     return None
 
 
@@ -122,7 +122,7 @@ def _parse_filter(option: str, text: str, slots: Slots) -> Slots:
     for word in text.split("@"):
         host, _, numbers = word.partition(":")
         if host not in slots:
-            raise UserError(f"{option} {text}: {host or 'an empty name'} is not one of {', '.join(slots)}")
+            raise UserError(f"{option} {text}: {host or 'an empty name'} must be one of {', '.join(slots)}")
         gpus = numbers.split(",") if ":" in word else [str(gpu) for gpu in slots[host]]
         for gpu in gpus:
             if not gpu.isdigit() or int(gpu) not in slots[host]:

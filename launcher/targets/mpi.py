@@ -20,24 +20,24 @@ def mpirun_command(
 ) -> Command:
     """Return the command that runs `module` as one rank for each slot of each host.
 
-    Ranks on a host take its first GPUs. Raises UserError for other GPUs, and without mpirun.
+    Ranks on a host use its first GPUs. Raises UserError for other GPUs, and without mpirun.
     """
     for host, gpus in slots.items():
         if list(gpus) != list(range(len(gpus))):
             raise UserError(
-                f"--launcher mpi: ranks on {host} take GPUs from 0 up; choose others with CUDA_VISIBLE_DEVICES"
+                f"--launcher mpi: ranks on {host} use its first GPUs; choose others with CUDA_VISIBLE_DEVICES"
             )
     ranks = sum(len(gpus) for gpus in slots.values())
     variables: dict[str, str] = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if address is not None and port is not None:
-        # Without these the ranks find each other through mpi4py.
+        # By default, the ranks find each other through mpi4py.
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     program = [sys.executable, "-u", "-m", module, *arguments, f"--world-size={ranks}"]
     exported = [*exported_variables(os.environ | variables), "PATH"]
     exported += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in variables]
     hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
     if _is_open_mpi():
-        # By default Open MPI binds each of few ranks to one core, which all its threads would share.
+        # By default, Open MPI may bind a rank with all its threads to a single core.
         argv = ["mpirun", "-np", str(ranks), "--host", hosts, "--bind-to", "none"]
         for name in dict.fromkeys(exported):
             argv += ["-x", name]
@@ -49,5 +49,5 @@ def mpirun_command(
 def _is_open_mpi() -> bool:
     if shutil.which("mpirun") is None:
         raise UserError("--launcher mpi: mpirun is not installed; install Open MPI or MPICH, or load its module")
-    shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
-    return "Open MPI" in shown.stdout + shown.stderr or "OpenRTE" in shown.stdout + shown.stderr
+    result = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
+    return "Open MPI" in result.stdout + result.stderr or "OpenRTE" in result.stdout + result.stderr

@@ -1,7 +1,7 @@
-"""SLURM allocations, and the `srun` command that starts one process per GPU in them.
+"""Read SLURM allocations, and build the `srun` command that starts one process per GPU in them.
 
-srun starts the ranks directly, not DeepSpeed's launcher on each node: it starts faster (docs/guide/several-machines.md
-has times), knows every rank's exit code, and forwards SIGUSR1 to all ranks.
+srun starts the ranks directly, without DeepSpeed's launcher: it starts faster (docs/guide/several-machines.md has
+times), reports every rank's exit code, and forwards SIGUSR1 to all ranks.
 """
 
 import os
@@ -22,7 +22,7 @@ from trainer.contract.rendezvous import job_port
 
 NODE_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 10.0
-# "down*", "mixed*": the asterisk is SLURM's for a node that does not respond.
+# SLURM marks a node that does not respond with an asterisk: "down*", "mixed*".
 _LOST = re.compile(r"down|fail|\*$", re.I)
 
 
@@ -36,31 +36,31 @@ class Allocation:
 
     @property
     def port(self) -> int:
-        """Port at which the ranks meet."""
+        """Rendezvous port."""
         return job_port(self.job_id)
 
 
 def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
-    """Return this process's allocation after the filters. Raises UserError outside of an allocation."""
+    """Return the nodes of this allocation that pass the filters. Raises UserError outside of an allocation."""
     if not in_allocation(env):
         raise UserError(
-            "--launcher slurm: not inside a SLURM allocation; `zerolora submit CONFIG` makes one, or run this in "
-            "`salloc` or in a batch script"
+            "--launcher slurm: not inside a SLURM allocation; use `zerolora submit CONFIG`, or run this in `salloc` or "
+            "in a batch script"
         )
     if not env["SLURM_JOB_ID"].isdecimal() or not env.get("SLURM_JOB_NODELIST"):
-        found = ", ".join(f"{name}={env.get(name, '')}" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))
-        raise UserError(f"--launcher slurm: {found} is not the environment of a job; start it in `salloc` or a script")
+        values = ", ".join(f"{name}={env.get(name, '')}" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))
+        raise UserError(f"--launcher slurm: {values} is not the environment of a job; use `salloc` or a batch script")
     if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise UserError(
-            f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it once "
-            "(it calls srun itself), or start `zerolora-rank CONFIG` with srun"
+            f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it without "
+            "srun, which it calls itself, or start `zerolora-rank CONFIG` with srun"
         )
     for option, text in (("--include", filters.get("include")), ("--exclude", filters.get("exclude"))):
         if text and ":" in text:
-            raise UserError(f"{option} {text}: under SLURM whole nodes are chosen; use --num-gpus, or a smaller job")
-    names = _host_names(env["SLURM_JOB_NODELIST"])
+            raise UserError(f"{option} {text}: SLURM can only filter whole nodes; use --num-gpus, or a smaller job")
+    names = _expand_node_list(env["SLURM_JOB_NODELIST"])
     limit = ranks_per_node(env)
-    # A job without a number of ranks per node takes as many as the user wants.
+    # If the job sets no number of ranks per node, --num-gpus does.
     slots = {name: list(range(limit or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
@@ -82,10 +82,10 @@ def srun_command(
         f"--ntasks={ranks}",
         f"--ntasks-per-node={allocation.ranks_per_node}",
         "--distribution=block",
-        "--overlap",  # this process may itself run in a step, as in `salloc`
+        "--overlap",  # this process may itself be a step, as in `salloc`
         "--export=ALL",
         "--mpi=none",
-        # The supervisor handles a failed rank, and gives the others a few seconds to report.
+        # The supervisor ends the other ranks after a failure, once they have had time to report.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--unbuffered",
@@ -101,16 +101,16 @@ def srun_command(
     return Command(tuple(argv), ranks, variables, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
-def lost_nodes(allocation: Allocation) -> list[str]:
-    """Return the nodes that SLURM has marked as lost, or else those that fail to run a minimal step.
+def find_lost_nodes(allocation: Allocation) -> list[str]:
+    """Return the nodes that SLURM has marked as lost, else those that do not run a minimal step.
 
-    SLURM notices a lost node after its SlurmdTimeout, usually five minutes; it then cancels the job, and none of its
-    nodes starts a step. After a restart of slurmctld no node does for seconds, so silent nodes are asked twice.
+    SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and none of its nodes
+    starts a step. After a restart of slurmctld, no node does for some seconds, so silent nodes are tried twice.
     """
-    listing = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
-    shown = subprocess.run(listing, capture_output=True, text=True).stdout
-    states = [line.split() for line in shown.splitlines()]
-    lost = [words[0] for words in states if len(words) == 2 and _LOST.search(words[1])]
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
+    listing = subprocess.run(command, capture_output=True, text=True).stdout
+    states = [line.split() for line in listing.splitlines()]
+    lost = [fields[0] for fields in states if len(fields) == 2 and _LOST.search(fields[1])]
     if lost:
         return list(dict.fromkeys(lost))  # a node is listed once per partition
     silent = _find_silent_nodes(allocation.nodes)
@@ -127,8 +127,8 @@ def is_requeued(job: int) -> bool:
 
 def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(_is_responding, nodes))
-    return [node for node, answered in zip(nodes, answers, strict=True) if not answered]
+        responding = list(pool.map(_is_responding, nodes))
+    return [node for node, responds in zip(nodes, responding, strict=True) if not responds]
 
 
 def _is_responding(node: str) -> bool:
@@ -139,14 +139,13 @@ def _is_responding(node: str) -> bool:
         return False
 
 
-def _host_names(node_list: str) -> list[str]:
-    """Expand SLURM's short form of nodes, `gpu[003-006,9]`."""
+def _expand_node_list(node_list: str) -> list[str]:
+    """Return the nodes of a SLURM node list, such as `gpu[003-006,9]`."""
     try:
         shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        problem = (
-            f"scontrol cannot list its nodes ({reason}); run this on a host of the cluster, or use another launcher"
-        )
-        raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}") from None
+        problem = f"scontrol cannot list its nodes ({reason})"
+        fix = "run this on a host of the cluster, or use another launcher"
+        raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}; {fix}") from None
     return shown.stdout.split()

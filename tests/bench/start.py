@@ -25,7 +25,7 @@ POLL_S = 0.01
 # Python imports a module of this name first of all.
 PROFILED = """
 import sys
-if "--held" in sys.orig_argv:
+if "--prestarted" in sys.orig_argv:
     import tests.bench.profiled_rank
 """
 COLUMNS = ("first line", "ranks", "first step")

@@ -123,7 +123,7 @@ def test_a_killed_rank_is_137_with_the_usual_cause(start: Start) -> None:
     assert code == 137
     first, second, *_ = err.splitlines()
     assert first.startswith(f"the run failed: rank 1 on {HOST} was killed by signal 9 (SIGKILL) (step "), err
-    assert "usually host memory ran out" in second and "GiB were free" in second
+    assert "the host probably ran out of memory" in second and "GiB were free" in second
     assert_nobody_is_left(run)
 
 
@@ -153,7 +153,7 @@ def test_an_oom_killed_rank_is_reported_as_such(start: Start, small_cgroup: Path
     (small_cgroup / "cgroup.procs").write_text(str(run.pid(1)))
     code, _, err = run.end()
     assert code == 137, err
-    assert "usually host memory ran out" in err
+    assert "the host probably ran out of memory" in err
 
 
 def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:

@@ -42,7 +42,7 @@ def test_a_hostfile_trains_on_both_hosts(
     command = [COMMAND, *train(workplace, "pdsh", "--hostfile", str(hostfile))[len(ZEROLORA) :]]
     done = hosts.run(LOGIN, command, env=ssh, cwd=here, timeout=600)
     assert done.returncode == 0 and not mark.exists(), done.stdout + done.stderr
-    assert done.stdout.startswith("asking the hosts of ")
+    assert done.stdout.startswith("connecting to the hosts of ")
     assert "world        2 ranks on n1, n2: cpu" in done.stdout
     assert "torchao" not in done.stdout + done.stderr, "imported for nothing, and its warnings are the user's to read"
     assert losses(workplace / "pdsh") == pytest.approx(reference, rel=1e-4)
@@ -93,7 +93,7 @@ def test_a_lost_host_is_excluded_and_the_global_batch_stays(
     finally:
         start_sshd(hosts, "n2", Path(ssh["PATH"].split(":")[0]).parent)
     assert process.returncode == 0, out
-    assert "not reached by ssh: n2" in out, out
+    assert "not reachable by ssh: n2" in out, out
     assert "continuing with 2 of 4 ranks; 3 do not divide the 8 samples of a step" in out, out
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
@@ -131,7 +131,7 @@ def test_options_choose_hosts_and_slots(
         (None, [], "no such file"),
         ("# none\n", [], "names no host"),
         ("n1 slots=1\nn1 slots=1\n", [], "names n1 again"),
-        ("n1 slots=1\nnowhere slots=1\n", [], "nowhere: not reached by ssh"),
+        ("n1 slots=1\nnowhere slots=1\n", [], "nowhere: not reachable by ssh"),
         ("n1 slots=1\nn2 slots=1\n", ["--exclude", "n1@n2"], "leaves no GPU"),
     ],
     ids=["missing", "empty", "repeated", "unreachable", "nothing left"],

@@ -35,7 +35,7 @@ from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
-from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
+from trainer.contract.heartbeat import HeartbeatFolder, read_hang, read_heartbeats
 from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
@@ -168,8 +168,8 @@ def read_everything(run: Path, name: str) -> None:
     readers: list[Callable[[], object]] = [
         lambda: describe_live_holder(run),
         lambda: refuse_if_held(run, resumes=False),
-        lambda: [beat.where() for beat in read_heartbeats(logs).values()],
-        lambda: Folder(logs, 0, 2).read(),
+        lambda: [beat.describe_position() for beat in read_heartbeats(logs).values()],
+        lambda: HeartbeatFolder(logs, 0, 2).read(),
         lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
         lambda: Ending.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),

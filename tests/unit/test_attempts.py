@@ -93,24 +93,24 @@ SAME_BATCH = {"training.global_batch_size=12", "training.gradient_accumulation_s
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_all_start_again_where_all_are_there(machine: Machine, elastic: bool) -> None:
+def test_all_ranks_restart_if_all_slots_are_available(machine: Machine, elastic: bool) -> None:
     assert machine.train(fails(1, 1, 5), ends(4), elastic=elastic) == 0
     assert [machine.gpus(number) for number in (0, 1)] == [list("012345")] * 2
     assert machine.settings(0) == set() and machine.settings(1) == RESUMES
 
 
-def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_elastic_run_continues_without_a_lost_gpu(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     """Of the five that are left four divide the 12 samples; the fifth is named."""
     assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
     reported = capfd.readouterr().err
-    assert "the driver no longer shows GPU 2" in reported
+    assert "the driver no longer lists GPU 2" in reported
     assert "continuing with 4 of 6 ranks; 5 do not divide the 12 samples of a step;" in reported
     # What comes after it has another number now.
     assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH
     assert [restart.ranks for restart in read_restarts(machine.folder)] == [6]
 
 
-def test_without_elastic_a_gpu_that_is_gone_ends_the_run(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_gpu_ends_a_run_that_is_not_elastic(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     assert machine.train(fails(0, 1, 7, 2), elastic=False) == 1
     reported = capfd.readouterr().err
     assert "5 of 6 ranks can be started now; repair the others, or set training.elastic=true to continue" in reported

@@ -10,13 +10,13 @@ import pytest
 from launcher.doctor.this_host import check_bytecode
 from trainer.contract import bytecode
 
-START = "from trainer.contract.bytecode import use_own_folder; use_own_folder(); import deepspeed.pydantic_v1"
+START = "from trainer.contract.bytecode import redirect_bytecode; redirect_bytecode(); import deepspeed.pydantic_v1"
 
 
 def test_doctor_names_libraries_without_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     found = check_bytecode()
-    assert found.state == "WARN" and found.found.startswith("none for torch, transformers, deepspeed: ")
+    assert found.state == "WARN" and found.found.startswith("missing for torch, transformers, deepspeed: ")
     assert "compileall" in found.fix
 
 

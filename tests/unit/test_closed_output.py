@@ -40,7 +40,7 @@ IMPORTING = ("estimate --help", "ops --help")
     ("words", "how"),
     [(words, how) for words in PRINTING for how in (">&-", "> /dev/full") if how == ">&-" or words not in IMPORTING],
 )
-def test_what_only_prints_fails_in_one_line(folder: Path, words: str, how: str) -> None:
+def test_commands_that_only_print_fail_in_one_line(folder: Path, words: str, how: str) -> None:
     code, printed = run(words, how, folder)
     assert code == 1 and "error: standard output: " in printed and "the output is incomplete" in printed
 
@@ -63,7 +63,7 @@ WAYS = ["| head -1", ">&-", "> /dev/full", "2>&-", ">&- 2>&- <&-"]
 
 
 @pytest.mark.parametrize("how", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
-def test_training_goes_on_without_its_console(folder: Path, how: str) -> None:
+def test_training_continues_without_its_console(folder: Path, how: str) -> None:
     """Also while the first rank checks, which prints by itself; the log says that the console was lost."""
     settings = {
         "base_model": str(make_model(folder / "model")),
@@ -77,4 +77,4 @@ def test_training_goes_on_without_its_console(folder: Path, how: str) -> None:
     assert code == 0, printed
     assert (folder / "run" / "adapter_model.safetensors").is_file()
     log = (folder / "run" / "logs" / "launcher.log").read_text()
-    assert ("training continues without its console" in log) == (how != "2>&-"), log
+    assert ("training continues without it" in log) == (how != "2>&-"), log

@@ -1,4 +1,4 @@
-"""`zerolora inspect`: trained tokens marked, the figures, the warnings, and exit code 2 after one line."""
+"""`zerolora inspect`: trained tokens marked, the figures, the find_mask_warnings, and exit code 2 after one line."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
 from trainer.data import DataStats
-from trainer.setup.shown_data import warnings
+from trainer.setup.shown_data import find_mask_warnings
 
 CONFIG = """
 base_model: model
@@ -67,7 +67,7 @@ def test_shows_no_escape_sequences_of_the_data(capsys: pytest.CaptureFixture[str
 
 def test_a_step_beyond_the_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.main(["config.yaml", "--step", "5", "--ranks", "1", "training.max_steps=4"]) == 2
-    assert capsys.readouterr().err.startswith("error: --step 5: the run has 4 steps; use one of them")
+    assert capsys.readouterr().err.startswith("error: --step 5: the run has only 4 steps; use 1 to 4")
 
 
 def test_shows_them_in_colour_on_a_terminal(
@@ -90,7 +90,7 @@ def test_packs_show_their_documents_and_how_full_they_are(capsys: pytest.Capture
 
 def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "dataset.streaming=true", "dataset.shuffle=false", "training.max_steps=1")
-    assert "dataset: streamed from chats.jsonl" in out and "of the first 20 samples" in out and "⟦" in out
+    assert "dataset: streamed from chats.jsonl" in out and "first 20 samples" in out and "⟦" in out
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
 
 def test_warns_of_nothing_trained() -> None:
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
-    found = warnings(nothing)
+    found = find_mask_warnings(nothing)
     assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
 
 

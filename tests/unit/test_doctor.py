@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _ask, _run, show
+from launcher.doctor.command import _run, _run_on_hosts, show
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -70,7 +70,7 @@ def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch
     assert [check.state for check in check_locks()] == ["FAIL", "FAIL"]
 
 
-def test_a_run_removes_what_only_a_killed_build_can_have_left(
+def test_a_run_removes_locks_of_killed_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -86,7 +86,7 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
     assert capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build killed 10 minutes ago\n"
 
 
-def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:
+def test_too_little_memory_or_disk_fails(tmp_path: Path) -> None:
     need = {"host_per_rank": 2**50, "disk": 2**60}
     memory, _ = check_memory(2, need, on_gpus=False)
     assert memory.state == "FAIL" and "needed for 2 ranks" in memory.found
@@ -208,8 +208,9 @@ def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     found = [asdict(Check("disk", "OK", "x" * 700)), asdict(Check("gpu", "WARN", "none", "a fix"))]
     (tmp_path / "answer").write_text(f"a notice\n{MARK}a {json.dumps(found)}\n")
     good, damaged = ["cat", str(tmp_path / "answer")], ["head", "-c", "500", str(tmp_path / "answer")]
-    checks = _ask({"a": good, "b": damaged, "c": ["sh", "-c", "echo no route >&2; exit 1"], "d": ["/missing/srun"]})
+    unreachable = ["sh", "-c", "echo no route >&2; exit 1"]
+    checks = _run_on_hosts({"a": good, "b": damaged, "c": unreachable, "d": ["/missing/srun"]})
     assert [(check.host, check.name, check.state) for check in checks] == [
         ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
     ]  # fmt: skip
-    assert checks[3].found == "does not run there: no route"
+    assert checks[3].found == "fails there: no route"

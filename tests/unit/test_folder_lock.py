@@ -42,7 +42,7 @@ OTHER = {"host": "n7", "process": {"kernel": "another-boot:1", "pid": 4711, "sta
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds for minutes; no scheduler of the machine that the tests run on."""
-    for name, value in (("BEAT_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("SEEN_WITHIN_S", 0.5)):
+    for name, value in (("BEAT_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("MAX_DELAY_S", 0.5)):
         monkeypatch.setattr(module, name, value)
     for name in (*JOB_VARIABLES, "SLURM_RESTART_COUNT", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
@@ -193,10 +193,10 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
         first.release()
 
     FolderLock.take(tmp_path, resumes=False, say=say).release()
-    assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, 15 minutes at most" in said[0]
+    assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, up to 15 minutes" in said[0]
 
 
-def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
+def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(UserError):
@@ -213,7 +213,7 @@ def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
         other.kill()
 
     FolderLock.take(tmp_path, resumes=True, say=say).release()
-    assert "waiting for its end, 15 minutes at most" in said[0] and "was killed; taking over its lock" in said[1]
+    assert "waiting for its end, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 
 

@@ -73,7 +73,7 @@ def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> No
     ("filters", "complaint"),
     [
         ({"include": "a", "exclude": "b"}, "--include with --exclude"),
-        ({"include": "d"}, "--include d: d is not one of a, b, c"),
+        ({"include": "d"}, "--include d: d must be one of a, b, c"),
         ({"include": "a:7"}, "a has no slot 7"),
         ({"include": "a:x"}, "a has no slot x"),
         ({"include": ""}, "an empty name"),
@@ -139,12 +139,12 @@ def test_half_the_environment_of_a_job_is_refused(nodes: dict[str, str], monkeyp
 
 
 def test_outside_of_an_allocation_slurm_is_refused() -> None:
-    with pytest.raises(UserError, match="not inside a SLURM allocation; `zerolora submit CONFIG`"):
+    with pytest.raises(UserError, match="not inside a SLURM allocation; use `zerolora submit CONFIG`"):
         read_allocation({})
 
 
 def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="ranks on a take GPUs from 0 up"):
+    with pytest.raises(UserError, match="ranks on a use its first GPUs"):
         mpirun_command([], {"a": [2, 3]})
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="mpirun is not installed"):
@@ -163,21 +163,21 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (Request("local", exclude="a:0"), "--exclude a:0: needs --hostfile"),
         (Request("local", master_addr="10.0.0.1"), "--master-addr 10.0.0.1: this is one machine"),
         (Request("local", master_port=70_000), "--master-port 70000"),
-        (Request("hostfile", Path("h"), master_addr="-x y"), "--master-addr -x y: must be a host's name"),
+        (Request("hostfile", Path("h"), master_addr="-x y"), "--master-addr -x y: must be a host name"),
     ],
 )
 def test_requests_that_contradict_themselves(request_: Request, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        request_.chosen_launcher()
+        request_.resolve_launcher()
 
 
 def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert Request().chosen_launcher() == "local"
-    assert Request(hostfile=Path("h")).chosen_launcher() == "hostfile"
+    assert Request().resolve_launcher() == "local"
+    assert Request(hostfile=Path("h")).resolve_launcher() == "hostfile"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert Request().chosen_launcher() == "slurm"
-    assert Request(hostfile=Path("h")).chosen_launcher() == "hostfile"
-    assert Request("local").chosen_launcher() == "local"
+    assert Request().resolve_launcher() == "slurm"
+    assert Request(hostfile=Path("h")).resolve_launcher() == "hostfile"
+    assert Request("local").resolve_launcher() == "local"

@@ -181,7 +181,7 @@ def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.C
     assert main([str(root / "run.yaml"), "--examples", "2"]) == 0
     first, second, figures = capsys.readouterr().out.splitlines()
     assert first.endswith("pictures/000.png: 64 x 64 as 32 x 32: 'a yellow square'")
-    assert "001.png: 96 x 64 as 40 x 24, cut by 1 above and below" in second
+    assert "001.png: 96 x 64 as 40 x 24, cropped by 1 at top and bottom" in second
     assert figures.startswith("train: 6 images, ")
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=4)

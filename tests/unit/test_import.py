@@ -10,7 +10,7 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing.command import format_yaml, translate_arguments
-from launcher.importing.common import CHAT_TEMPLATES, alpaca
+from launcher.importing.common import CHAT_TEMPLATES, build_alpaca_prompts
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
@@ -141,7 +141,7 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
     assert "line 2, load_in_8bit: weights (per row), inputs (per token) and products are int8" in head
     assert "Without effect here: dataset_prepared_path, liger_rope, plugins, tf32, wandb_project." in head
-    assert "line 39, special_tokens: eos_token: the tokenizer's own are kept" in head
+    assert "line 39, special_tokens: eos_token: the tokenizer's own tokens are used" in head
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
 
 
@@ -188,7 +188,7 @@ def test_axolotls_defaults_are_written_out() -> None:
     assert (config.training.evals_per_epoch, config.training.saves_per_epoch) == (1, 1)
     assert config.lora.target_modules == ("q_proj", "v_proj")
     data = config.dataset
-    assert (data.format, data.template, data.template_without_input) == ("custom", *alpaca("instruct"))
+    assert (data.format, data.template, data.template_without_input) == ("custom", *build_alpaca_prompts("instruct"))
     assert data.fields == {"completion": "output"}
     assert "# the default of Axolotl" in text
 
@@ -294,7 +294,7 @@ def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:
     assert (training.precision, training.gradient_checkpointing) == ("fp16", "non_reentrant")
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, True)
     assert config.logging.report_to == () and config.dataset.max_length == 512
-    assert "the file does not exist: stage 3 is read from its name" in " ".join(text.split())
+    assert "the file does not exist; stage 3 is taken from its name" in " ".join(text.split())
     assert training.timeout_minutes == 100 / 60
 
 
@@ -312,7 +312,7 @@ def test_llama_factorys_other_kinds() -> None:
 
 def test_llama_factorys_second_layout_is_refused() -> None:
     text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
-    assert "the layout of USE_V1 is not read" in refused(text)
+    assert "the layout of USE_V1 is not supported" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:
@@ -368,7 +368,7 @@ def test_kto_says_the_same_here() -> None:
     config, text = written(words.split())
     assert (dict(config.preference.loss), config.preference.undesirable_weight) == ({"kto": 1.0}, 0.5)
     assert config.dataset.max_length == 1024 and "dataset.format: unpaired" in " ".join(text.split())
-    with pytest.raises(UserError, match="loss_type=apo_zero_unpaired: the only loss of labelled answers"):
+    with pytest.raises(UserError, match="loss_type=apo_zero_unpaired: the only loss for labeled answers"):
         translate_arguments([*words.split(), "--loss_type", "apo_zero_unpaired"])
 
 
@@ -406,7 +406,10 @@ def test_preference_training_says_the_same_here() -> None:
     assert (config.preference.length_weight, config.preference.weighting) == (0.5, "wpo")
     config, _ = written([*words.replace("robust", "sigmoid").split(), "--rpo_alpha", "0.7"])
     assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
-    for wrong, message in (("aot", "loss_type=aot: aot: online"), ("ipo --loss_weights 1 2", "a number for each loss")):
+    for wrong, message in (
+        ("aot", "loss_type=aot: aot: online"),
+        ("ipo --loss_weights 1 2", "one number for each loss"),
+    ):
         with pytest.raises(UserError, match=message):
             translate_arguments(words.replace("robust", wrong).split())
 
@@ -418,7 +421,7 @@ def test_reward_models_are_imported() -> None:
     assert (config.task, config.reward.center, config.dataset.format) == ("reward", 0.01, "preference")
     assert config.dataset.fields == {"instruction": "input"}
     assert "counts both answers of a pair" in " ".join(text.split())
-    assert "num_labels=2: a reward is one number" in refused(theirs.replace("num_labels: 1", "num_labels: 2"))
+    assert "num_labels=2: a reward model has one output" in refused(theirs.replace("num_labels: 1", "num_labels: 2"))
     assert "process_reward_model=true: online methods and process" in refused(theirs + "process_reward_model: true\n")
     words = "trl reward --model_name_or_path m --dataset_name d --use_peft --lora_task_type SEQ_CLS --max_length 512"
     config, _ = written([*words.split(), "--center_rewards_coefficient", "0.02"])
@@ -443,7 +446,7 @@ def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys:
     assert run("train", "theirs.yml") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: theirs.yml: is written for Axolotl, and ") and "zerolora import theirs.yml" in line
-    assert run("import", "mine.yaml") == 2 and "run `zerolora train`" in capsys.readouterr().err
+    assert run("import", "mine.yaml") == 2 and "use `zerolora train`" in capsys.readouterr().err
     assert run("import", "--", "--model_name_or_path", "m", "--dataset_name", "d", "--use_peft") == 0
     assert "# the default of TRL" in capsys.readouterr().out
 

@@ -28,7 +28,7 @@ def write_record(run: Path, at: int) -> None:
     os.utime(run / "run.json", (at, at))
 
 
-def test_without_a_word_of_the_user_every_start_goes_on(tmp_path: Path) -> None:
+def test_every_start_resumes_by_default(tmp_path: Path) -> None:
     assert build_resume_settings(config(tmp_path), FIRST) == [RESUME_AUTO]
     record_start(tmp_path, FIRST)
     assert build_resume_settings(config(tmp_path), SECOND) == [RESUME_AUTO]
@@ -38,7 +38,7 @@ def test_a_restart_count_that_is_no_number_counts_as_a_restart(tmp_path: Path) -
     assert build_resume_settings(config(tmp_path), FIRST | {"SLURM_RESTART_COUNT": "x"}) == [RESUME_AUTO]
 
 
-def test_a_checkpoint_that_was_named_holds_until_there_is_a_newer_one(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_used_until_a_newer_one_exists(tmp_path: Path) -> None:
     save(tmp_path, 500)
     save(tmp_path, 1500)
     named = config(tmp_path, resume=str(tmp_path / "checkpoint-500"))

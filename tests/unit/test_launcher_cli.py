@@ -74,7 +74,7 @@ def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) 
     os.mkfifo(folder / "pipe")
     result = zerolora("train", "pipe", cwd=folder)
     assert result.returncode == 2
-    assert result.stderr == "error: pipe: a pipe can be read once, and every rank reads the file; write it to a file\n"
+    assert result.stderr == "error: pipe: is a pipe, which only one rank could read; write it to a file\n"
 
 
 def test_progress_of_the_start_is_printed_line_by_line(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=VALUE"),
         (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=VALUE; `"),
         (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
-        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and this process may "),
+        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and each CPU rank needs "),
         (["train"], "error: Missing argument 'CONFIG'. `zerolora train --help` says how"),
     ],
 )

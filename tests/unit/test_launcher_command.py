@@ -21,7 +21,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-4c1e0000)
 """
 
 
-def test_a_rank_for_each_gpu_gets_what_deepspeeds_launcher_would_give_it() -> None:
+def test_every_rank_gets_the_variables_of_deepspeeds_launcher() -> None:
     command = local_command(["c.yaml", "seed=1"], gpus=[2, 3, 5], num_gpus=2, port=29123)
     assert command.argv == (sys.executable, "-u", "-m", "trainer.train", "c.yaml", "seed=1")
     assert Path(command.manual_argv[0]).name == "deepspeed"
@@ -43,7 +43,7 @@ def test_without_gpus_two_cpu_ranks_are_started(monkeypatch: pytest.MonkeyPatch)
     assert "--num_gpus=2" in command.manual_argv and command.ranks == len(command.rank_environments) == 2
     assert command.set_variables["DS_ACCELERATOR"] == "cpu"
     assert local_command(["c.yaml"], gpus=[], num_gpus=3, port=1).ranks == 3
-    with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and this process may use 4 cores"):
+    with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and each CPU rank needs one of the 4 cores"):
         local_command(["c.yaml"], gpus=[], num_gpus=5, port=1)
 
 
@@ -60,7 +60,7 @@ def test_the_environment_of_an_outer_job_does_not_leak(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("gpus", "wanted"), [([0, 1], 3), ([0], 0), ([], -1)])
-def test_more_gpus_than_there_are_is_refused(gpus: list[int], wanted: int) -> None:
+def test_more_gpus_than_available_are_refused(gpus: list[int], wanted: int) -> None:
     with pytest.raises(UserError, match=rf"--num-gpus {wanted}: "):
         local_command(["c.yaml"], gpus=gpus, num_gpus=wanted, port=1)
 

@@ -64,7 +64,7 @@ def test_a_deep_traceback_keeps_its_innermost_frames() -> None:
         (247, -9, "killed by signal 9 (SIGKILL)"),
         (137, -9, "killed by signal 9 (SIGKILL)"),
         (249, -7, "killed by signal 7 (SIGBUS)"),
-        (245, -11, "killed by signal 11 (SIGSEGV); a crash in native code"),
+        (245, -11, "killed by signal 11 (SIGSEGV); native code crashed"),
         (-9, -9, "killed by signal 9"),
         (0, 0, "without reporting that every rank succeeded"),
         (75, 75, "ended with exit code 75"),
@@ -115,7 +115,7 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
 def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks agree on how a checkpoint was written, and all of them raise."""
     heard = "OtherRankFailed: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
-    RankError.of(0, OtherRankFailed(heard)).write(tmp_path)
+    RankError.from_exception(0, OtherRankFailed(heard)).write(tmp_path)
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
@@ -133,7 +133,7 @@ def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1).report().status == -9
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 was killed by signal 9 (SIGKILL) (step 7")
-    assert "usually host memory ran out (at its last heartbeat 0.2 GiB were free)" in shown
+    assert "the host probably ran out of memory (at its last heartbeat 0.2 GiB were free)" in shown
 
 
 def test_a_rank_killed_by_the_launcher_is_not_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,18 +149,19 @@ def test_the_last_heartbeat_shows_how_much_memory_was_free(tmp_path: Path, capsy
     leave_beat(tmp_path, 0, host=socket.gethostname(), free_shm_gib=0.01)
     Failure(tmp_path, {}, {0: Death(1.0, -9)}, 247).report()
     shown = capsys.readouterr().err
-    assert "usually host memory ran out" in shown and "/dev/shm was nearly full (0.01 GiB were free" in shown
+    assert "the host probably ran out of memory" in shown
+    assert "/dev/shm was nearly full (at its last heartbeat 0.01 GiB were free" in shown
 
 
 def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0, free_shm_gib=0.0)
     Failure(tmp_path, {}, {0: Death(1.0, -7)}, 249).report()
-    assert "/dev/shm is full (0.00 GiB were free at its last heartbeat)" in capsys.readouterr().err
+    assert "/dev/shm is probably full (at its last heartbeat 0.00 GiB were free)" in capsys.readouterr().err
 
 
 def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        RankError.of(rank, UserError("lora.r=-1: too small")).write(tmp_path)
+        RankError.from_exception(rank, UserError("lora.r=-1: too small")).write(tmp_path)
         (tmp_path / f"rank-{rank}.log").write_text("error: lora.r=0: of an earlier run\n")
     fault = Failure(tmp_path, {}, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).report()
     assert fault.status == 2 and fault.is_user_error
@@ -178,12 +179,12 @@ def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == "error: n2: base_model=/local/model: no such folder\n"
 
 
-def test_an_error_that_says_what_to_change_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     """Exit code 1, as after a full disk; a text in the log that only looks like one is not enough."""
     leave_beat(tmp_path, 0)
     (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
     assert not Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
-    RankError.of(0, SaveFailed("no room")).write(tmp_path)
+    RankError.from_exception(0, SaveFailed("no room")).write(tmp_path)
     assert Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
 
 
@@ -198,7 +199,7 @@ def test_a_program_without_user_errors_is_reported_as_any_other(
     assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
 
 
-def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_an_earlier_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(OWN)
     sizes = log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:

@@ -46,7 +46,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> None:
-    mark = ProcessMark.of(other.pid)
+    mark = ProcessMark.read(other.pid)
     assert mark is not None and ProcessMark.parse(str(mark)) == mark
     assert mark.is_visible() and mark.is_alive()
     psutil.Process(other.pid).suspend()
@@ -57,13 +57,13 @@ def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> Non
         time.sleep(0.01)
     assert not mark.is_alive(), "it only waits to be collected"
     other.wait()
-    assert not mark.is_alive() and ProcessMark.of(other.pid) is None
+    assert not mark.is_alive() and ProcessMark.read(other.pid) is None
     assert ProcessMark.parse("") is None and ProcessMark.parse("a/b/c") is None
     assert not ProcessMark.parse(ELSEWHERE).is_visible()  # type: ignore[union-attr]
 
 
 def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
-    watch = LauncherWatch({VARIABLE: str(ProcessMark.of(other.pid))}, is_rank=True)
+    watch = LauncherWatch({VARIABLE: str(ProcessMark.read(other.pid))}, is_rank=True)
     watch.watch_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_killed_launchers_child_launcher_ends_its_ranks() -> None:
 def test_ranks_know_only_torchrun_and_deepspeed_by_their_variables() -> None:
     assert LauncherWatch({"RANK": "0"}, is_rank=True)._above is None, "a script may have put it in the background"
     for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
-        assert LauncherWatch({name: "0"}, is_rank=True)._above == ProcessMark.of(os.getppid())
+        assert LauncherWatch({name: "0"}, is_rank=True)._above == ProcessMark.read(os.getppid())
         assert LauncherWatch({name: "0"}, is_rank=False)._above is None
 
 
@@ -159,4 +159,4 @@ def test_a_launcher_that_is_killed_takes_everything_along(tmp_path: Path) -> Non
 def test_children_are_tied_to_the_process_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ELSEWHERE)
     tie_children_to_this_process()
-    assert ProcessMark.parse(os.environ[VARIABLE]) == ProcessMark.of(os.getpid())
+    assert ProcessMark.parse(os.environ[VARIABLE]) == ProcessMark.read(os.getpid())

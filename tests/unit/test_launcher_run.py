@@ -111,7 +111,7 @@ def test_a_killed_rank_takes_the_run_down(runs: dict[str, Run]) -> None:
     assert run.end() == 128 + signal.SIGKILL
     lines = run.text("err").splitlines()
     assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step 10)"
-    assert "usually host memory ran out" in lines[1]
+    assert "the host probably ran out of memory" in lines[1]
     assert lines[-1].startswith("full log")
     assert run.left_behind() == []
 
@@ -128,7 +128,7 @@ def test_a_signal_reaches_every_rank_and_their_save_is_waited_for(
     run.process.send_signal(number)
     assert run.end() == code
     assert [run.text(f"saved-{rank}") for rank in (0, 1)] == [number.name] * 2
-    again = "Ctrl-C" if number == signal.SIGUSR1 else "once more"
+    again = "Ctrl-C" if number == signal.SIGUSR1 else "another signal"
     assert run.text("err").splitlines() == [f"{number.name}: saving a checkpoint, then stopping; {again} stops at once"]
     assert run.left_behind() == []
 
@@ -137,7 +137,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
     run = runs["impatient"]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGINT)
-    while "once more stops at once" not in run.text("err"):
+    while "another signal stops at once" not in run.text("err"):
         assert run.process.poll() is None
         time.sleep(0.05)
     time.sleep(2.0)
@@ -161,7 +161,7 @@ def test_ranks_waiting_for_a_stopped_rank_are_no_failure(runs: dict[str, Run], n
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
-    assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
+    assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; another signal stops at once\n"
     assert run.left_behind() == []
 
 
@@ -172,7 +172,7 @@ def test_a_save_completes_after_another_rank_died_in_it(runs: dict[str, Run]) ->
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("saved-0") == "SIGTERM" and not (run.folder / "saved-1").exists()
-    assert "a rank has failed meanwhile; the others have 60 s to save" in run.text("err")
+    assert "a rank has failed in the meantime; the others have 60 s to save" in run.text("err")
     assert run.left_behind() == []
 
 
@@ -190,7 +190,7 @@ def test_a_stop_before_the_first_step_promises_no_checkpoint_and_does_not_wait(r
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
-    assert run.text("err") == "SIGTERM: stopping, before the first step; once more stops at once\n"
+    assert run.text("err") == "SIGTERM: stopping, before the first step; another signal stops at once\n"
     assert run.left_behind() == []
 
 

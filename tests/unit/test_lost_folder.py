@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.observer import RETURN_S, STOP_S, FolderWatch
+from launcher.supervision.observer import FOLDER_WAIT_AFTER_SIGNAL_S, FOLDER_WAIT_S, FolderWatch
 from launcher.supervision.supervisor import exit_code_without_folder
 
 
@@ -25,22 +25,19 @@ def test_exit_codes(codes: list[int], signals: list[int], code: int) -> None:
     assert exit_code_without_folder(codes, signals) == code
 
 
-def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_does_not_use_up_its_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert not FolderWatch(tmp_path / "logs").wait_until_readable([signal.SIGTERM])
-    assert STOP_S <= time.monotonic() - begin < RETURN_S / 2
+    assert FOLDER_WAIT_AFTER_SIGNAL_S <= time.monotonic() - begin < FOLDER_WAIT_S / 2
     reported = capsys.readouterr().err
     assert (
-        "the run's folder cannot be read: " in reported and f"waiting up to {STOP_S:.0f} s for its folder" in reported
+        "the run's folder cannot be read: " in reported
+        and f"waiting up to {FOLDER_WAIT_AFTER_SIGNAL_S:.0f} s for its folder" in reported
     )
-    assert "start the run with training.resume_from_checkpoint=auto" in reported
+    assert "resume with training.resume_from_checkpoint=auto" in reported
 
 
-def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_only_a_lock_is_not_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = FolderWatch(tmp_path)
     (tmp_path / "lock.json").touch()
     assert not folder.is_readable() and not folder.is_readable()
@@ -48,6 +45,6 @@ def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
     assert folder.is_readable() and folder.is_readable()
     reported = capsys.readouterr().err.splitlines()
     assert reported == [
-        f"the run's folder cannot be read: nothing of this run is in {tmp_path}",
+        f"the run's folder cannot be read: {tmp_path} has no files of this run",
         "the run's folder can be read again",
     ]

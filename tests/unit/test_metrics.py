@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.rank_arguments import command_typed, encode_command, resume_command
+from trainer.contract.rank_arguments import encode_command, get_typed_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 from trainer.monitor.report.write import format_end_summary
 
@@ -271,8 +271,8 @@ def test_the_command_typed_survives_the_way_to_the_ranks() -> None:
     argument = encode_command(typed)
     assert re.fullmatch(r"--typed=[\w-]+", argument)
     inner = ["/x/trainer/train.py", "it's.yaml", "--lock", "0123", argument, "--console", "/tmp/x"]
-    assert command_typed(inner) == ["zerolora", *typed[1:]]
-    assert command_typed(["/x/train.py", "c.yaml"]) == ["train.py", "c.yaml"]
+    assert get_typed_command(inner) == ["zerolora", *typed[1:]]
+    assert get_typed_command(["/x/train.py", "c.yaml"]) == ["train.py", "c.yaml"]
 
 
 def test_the_command_that_resumes_a_run_can_be_pasted() -> None:

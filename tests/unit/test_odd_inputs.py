@@ -63,7 +63,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ('{"model_type": "llama"}', "was not written by zerolora, and is not replaced; use another file"),
+        ('{"model_type": "llama"}', "was not written by zerolora; use another file"),
         ("base_model: m\n", "was not written by zerolora"),
     ],
 )

@@ -34,7 +34,7 @@ def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
     build = partial(srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
-    monkeypatch.setattr(rank_slots, "lost_nodes", lambda allocation: list(lost))
+    monkeypatch.setattr(rank_slots, "find_lost_nodes", lambda allocation: list(lost))
     return RankSlots(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
@@ -51,15 +51,15 @@ def test_slots_of_the_hosts_that_answer_and_divide(
     answering.remove("b")
     again = places.plan_restart(NONE, 8)
     assert again.slots == (0, 1, 2, 3) and again.available == 6
-    assert "not reached by ssh: b" in capsys.readouterr().err
+    assert "not reachable by ssh: b" in capsys.readouterr().err
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
     answering.clear()
-    with pytest.raises(UserError, match="no slot is left of hosts that can be reached"):
+    with pytest.raises(UserError, match="no slot is available on a reachable host"):
         places.plan_restart(NONE, 8)
 
 
-def test_ranks_meet_where_they_were_told_to_while_that_host_takes_part(
+def test_ranks_meet_at_master_addr_while_its_host_takes_part(
     plan_on_hosts: tuple[RankSlots, set[str]],
 ) -> None:
     places, answering = plan_on_hosts
@@ -81,13 +81,13 @@ def test_another_host_in_the_file_takes_part_where_all_are_taken(
 
 def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlots, set[str]]) -> None:
     places, _ = plan_on_hosts
-    name, with_it = places.find_unit(5) or ("", NONE)
+    name, with_it = places.find_failure_domain(5) or ("", NONE)
     assert (name, with_it) == ("slot 1 of b", {5})
     assert included(places, frozenset(with_it), 7 * 3) == "--include=a:0,1,2,3@b:0@c:0,1"
     assert included(places, frozenset({0, 1, 2, 3}), 8) == "--include=b:0,1@c:0,1"
     build, reach = places.plan_restart(frozenset({0, 1, 2, 3}), 8).plan
     assert build([]).ranks == 4 and reach is not None
-    with pytest.raises(UserError, match="no slot is left"):
+    with pytest.raises(UserError, match="no slot is available"):
         places.plan_restart(frozenset(range(8)), 8)
 
 
@@ -115,20 +115,20 @@ def test_nodes_that_are_left_and_divide(
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
 
-def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[RankSlots, list[str]]) -> None:
+def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, list[str]]) -> None:
     places, gone = on_nodes
-    assert places.find_unit(3) == ("node n2", {2, 3})
+    assert places.find_failure_domain(3) == ("node n2", {2, 3})
     again = places.plan_restart(frozenset({2, 3}), 12)
     assert again.slots == (0, 1, 4, 5, 6, 7) and "--nodelist=n1,n3,n4" in again.plan[0]([]).argv
     gone += ["n1", "n3", "n4"]
-    with pytest.raises(UserError, match="none of its nodes is left"):
+    with pytest.raises(UserError, match="none of its nodes is available"):
         places.plan_restart(frozenset({2, 3}), 12)
 
 
 def test_ranks_of_this_machine(tmp_path: Path) -> None:
     request = Request(launcher="local", num_gpus=2)
     places = RankSlots(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
-    assert places.find_unit(1) == ("the slot of rank 1", {1})
+    assert places.find_failure_domain(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
     assert again.slots == (0,) and again.available == 1 and again.plan[0]([]).ranks == 1
     assert places.plan_restart(NONE, None).slots == (0, 1)
@@ -143,14 +143,14 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     request = Request(launcher="local")
     places = RankSlots(request, tmp_path, partial(local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
-    assert places.find_unit(2) == ("GPU 5", {2})
+    assert places.find_failure_domain(2) == ("GPU 5", {2})
     there.remove("GPU-2")
     again = places.plan_restart(frozenset({2}), None)
     variables = [rank["CUDA_VISIBLE_DEVICES"] for rank in again.plan[0]([]).rank_environments]
     assert again.slots == (1, 3) and variables == ["2,6", "2,6"]  # those that were 3 and 7
-    assert "the driver no longer shows GPU 2" in capsys.readouterr().err
+    assert "the driver no longer lists GPU 2" in capsys.readouterr().err
     there.clear()
-    with pytest.raises(UserError, match="no GPU of this machine is left"):
+    with pytest.raises(UserError, match="no GPU of this machine is available"):
         places.plan_restart(NONE, 8)
 
 

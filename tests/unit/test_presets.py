@@ -38,7 +38,7 @@ def test_every_setting_has_its_meaning_above_it_or_beside_it() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_init_writes_where_it_is_told(tmp_path: Path) -> None:
+def test_init_writes_to_the_output_option(tmp_path: Path) -> None:
     result = init("--preset", "smollm2", "--output", "new/a.yaml", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
     assert "zerolora validate new/a.yaml" in result.stdout
@@ -107,7 +107,7 @@ def test_the_data_is_not_replaced_even_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     refused = init("--model", "m", "--data", "a.jsonl", "--output", "./a.jsonl", "--force", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr == (
-        "error: --output a.jsonl: was not written by zerolora, and is not replaced; use another file\n"
+        "error: --output a.jsonl: was not written by zerolora; use another file, or remove it\n"
     )
     assert (tmp_path / "a.jsonl").read_text() == '{"text": "a"}'
 

@@ -69,7 +69,7 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
         ),
     ],
 )  # fmt: skip
-def test_a_launchers_log_tells_how_ranks_ended(reach: Reach, log: str, statuses: dict[int, int]) -> None:
+def test_exit_statuses_are_parsed_from_a_launchers_log(reach: Reach, log: str, statuses: dict[int, int]) -> None:
     assert reach.parse_statuses(f"before\n{log}after\n", beats()) == statuses
 
 
@@ -94,7 +94,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             "n1": "Connection to n1 closed by remote host"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
         (SRUN, FELL, ENDED, {
-            "n2": "srun did not learn how its ranks ended; the slurmstepd above them has died"}),
+            "n2": "srun did not learn how its ranks ended, because their slurmstepd has died"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
         (
             SRUN,
@@ -106,7 +106,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
         (Reach(), "mpirun: a word\n", "", {}),
     ],
 )  # fmt: skip
-def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, after: str, hosts: object) -> None:
+def test_lost_hosts_are_found_in_a_launchers_log(reach: Reach, before: str, after: str, hosts: object) -> None:
     assert reach.find_lost_hosts(before, before + after, beats()) == hosts
 
 
@@ -173,11 +173,11 @@ def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
 
 @pytest.mark.parametrize("signalled", [False, True])
 @pytest.mark.parametrize("code", [0, 1, 143])
-def test_what_started_the_ranks_is_ended_long_after_all_of_them(
+def test_a_launcher_that_outlives_its_ranks_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, signalled: bool
 ) -> None:
     """They have said how they ended, which counts, whatever its own code is; srun waits for a node without a daemon."""
-    monkeypatch.setattr(observer, "OUTLIVED_S", 1.5)
+    monkeypatch.setattr(observer, "LAUNCHER_EXIT_S", 1.5)
     for rank, beat in beats(r0=0, r1=code).items():
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.line())
@@ -225,6 +225,6 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
     assert "the run failed" not in capfd.readouterr().err
 
 
-def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
+def test_a_rank_that_reported_its_exit_is_not_considered_killed() -> None:
     assert SSH.parse_statuses(PDSH.format("n2.example.org", 247), beats(r2=1)) == {3: -9}
     assert SSH.parse_statuses(PDSH.format("n2", 247), beats(r2=1, r3=1)) == {}

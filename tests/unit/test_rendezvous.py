@@ -7,7 +7,7 @@ import pytest
 from launcher.targets import slurm
 from trainer.config import UserError
 from trainer.contract import rendezvous
-from trainer.contract.rendezvous import first_host, free_port, read_place, srun_rendezvous
+from trainer.contract.rendezvous import first_host, free_port, read_rank_variables, srun_rendezvous
 from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -33,7 +33,7 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM
     ],
 )
 def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int, int]) -> None:
-    assert read_place(variables) == place
+    assert read_rank_variables(variables) == place
     assert Ranks.from_environment(variables) == Ranks(*place[1:])
 
 

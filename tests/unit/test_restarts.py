@@ -68,7 +68,7 @@ def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.C
     assert "not restarted: no step was completed since the ranks were started" in capsys.readouterr().err
 
 
-def test_what_cannot_start_again_is_left_out_of_a_run_that_has_trained(tmp_path: Path) -> None:
+def test_a_slot_that_fails_again_is_excluded_from_a_run_that_has_trained(tmp_path: Path) -> None:
     starts = Starts(tmp_path, killed(7), killed(0, gained=False), DONE)
     left_out = Restarts(tmp_path, starts, max_restarts=3, resumes=False, exclude=lambda ending: f"rank {ending.fault}")
     assert left_out.run() == 0
@@ -76,7 +76,7 @@ def test_what_cannot_start_again_is_left_out_of_a_run_that_has_trained(tmp_path:
     assert Restarts(tmp_path, first, max_restarts=3, resumes=False, exclude=lambda _: "rank 1").run() == 137
 
 
-def test_what_fails_twice_in_a_step_is_told_with_its_documents(
+def test_a_failure_repeated_in_a_step_is_reported_with_its_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starts = Starts(tmp_path, killed(7), killed(7))
@@ -85,10 +85,10 @@ def test_what_fails_twice_in_a_step_is_told_with_its_documents(
     assert f"step 7 failed twice in the same way; {inspect}" in capsys.readouterr().err
 
 
-def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_restarts_limits_the_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = Starts(tmp_path, *(killed(step) for step in (3, 6, 9)))
     assert starts.run(2) == 137
-    assert "training.max_restarts=2 is used up" in capsys.readouterr().err
+    assert "training.max_restarts=2 is reached" in capsys.readouterr().err
     assert len(starts.settings) == 3
     assert Starts(tmp_path, killed(3)).run(0) == 137
     assert "not restarted" not in capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=["usage", "answer", "stopped", "preempted", "done"],
 )
-def test_what_another_start_does_not_mend(tmp_path: Path, ending: Ending) -> None:
+def test_failures_that_a_restart_cannot_fix_end_the_run(tmp_path: Path, ending: Ending) -> None:
     assert Starts(tmp_path, ending).run() == ending.code
 
 
@@ -146,7 +146,7 @@ def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ending", [DONE, Ending(143, None, 2, 4, True), Ending(75, None, 2, 4, True), Ending(1)])
-def test_a_folder_that_is_gone_does_not_change_the_exit_code(tmp_path: Path, ending: Ending) -> None:
+def test_a_missing_folder_does_not_change_the_exit_code(tmp_path: Path, ending: Ending) -> None:
     (tmp_path / "logs").mkdir()
 
     def start(settings: Sequence[str]) -> Ending:

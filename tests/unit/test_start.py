@@ -39,7 +39,7 @@ def released(channel):
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
     return StartMessage(["run.yaml"], "log")
 PROGRESS.end_start, StartMessage.wait = ended, released
-sys.argv[1:] = ["run.yaml", "--held"]
+sys.argv[1:] = ["run.yaml", "--prestarted"]
 sys.exit(trainer.train.main())
 """
 NEVER_IN_THE_LAUNCHER = {"torch", "numpy", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "pyarrow"}
@@ -89,7 +89,7 @@ def held_ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     """Both ranks, by their number, once they run."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        ranks = [child for child in psutil.Process(process.pid).children() if "--held" in child.cmdline()]
+        ranks = [child for child in psutil.Process(process.pid).children() if "--prestarted" in child.cmdline()]
         if len(ranks) == 2:
             return sorted(ranks, key=lambda rank: rank.environ()["RANK"])
         assert process.poll() is None, process.communicate()
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_before_the_checks_are_done_is_named(folder: Path,
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 137
     assert err.splitlines()[-1].startswith(
-        f"the run failed before its checks were done: rank {rank} on {HOST} was killed by signal 9"
+        f"the run failed during its checks: rank {rank} on {HOST} was killed by signal 9"
     )
     assert_gone(ranks)
     assert not (folder / "killed").exists()
@@ -197,7 +197,7 @@ def test_a_rank_that_is_stopped_before_the_checks_are_done_is_named(folder: Path
         ranks[0].suspend()
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    line = f"the run failed before its checks were done: the run hangs: rank 0 on {HOST} is stopped (SIGSTOP, or a"
+    line = f"the run failed during its checks: the run hangs: rank 0 on {HOST} is stopped (SIGSTOP, or a"
     assert err.splitlines()[-1].startswith(line), err
     assert_gone(ranks)
     assert not (folder / "halted").exists()
@@ -214,7 +214,7 @@ def test_ranks_that_wait_end_with_a_launcher_that_is_killed(folder: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
+def test_rank_0_reports_an_error_in_one_line(folder: Path) -> None:
     with train(folder, "output_dir=refused", "lora.target_modules=[nowhere]") as process:
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
@@ -224,12 +224,12 @@ def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
 
 def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp_path: Path) -> None:
     """No UserError of another rank is reported twice."""
-    from trainer.entry.prestart import _read_ahead
+    from trainer.entry.prestart import _read_model_files
 
-    assert _read_ahead(str(tmp_path / "missing.yaml"), []) is None
+    assert _read_model_files(str(tmp_path / "missing.yaml"), []) is None
 
 
-def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_of_all_phases_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.parallel.ranks.progress import Progress
 
     monkeypatch.delenv("ZEROLORA_LAUNCHER", raising=False)
@@ -250,8 +250,8 @@ def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     assert sum(parts.values()) == pytest.approx(age, abs=2.0)
 
 
-def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_preparation_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    assert run_child(killed, "the run failed before its checks were done") == 137
-    reported = rf"the run failed before its checks were done: process \d+ on {re.escape(HOST)} was killed by signal 9"
+    assert run_child(killed, "the run failed during its checks") == 137
+    reported = rf"the run failed during its checks: process \d+ on {re.escape(HOST)} was killed by signal 9"
     assert re.match(reported, capsys.readouterr().err)

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from launcher.commands import app, main
 from launcher.status import describe_job, describe_run, find_run_dir
-from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render, sbatch_options
+from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render_script, sbatch_options
 from trainer.config import UserError
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 
 HOLD_AND_DIE = """
 import os, sys
@@ -115,7 +115,7 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
 @pytest.mark.parametrize(
     ("time", "message"),
     [
-        ("0:03:00", "--time 0:03:00: is 180 s; the last 300 (--grace) and up to 60 before"),
+        ("0:03:00", "--time 0:03:00: is 180 s, of which 300 (--grace) and up to 60 more are for saving"),
         ("6", "use --time 15 or a smaller --grace"),
         ("tomorrow", "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],
@@ -178,7 +178,7 @@ def test_tasks_beyond_the_sweep_are_refused(config: Path) -> None:
     sweep = ["submit", str(config), "--dry-run", "--sweep", "seed=1,2", "--array"]
     done = CliRunner().invoke(app, [*sweep, "1,0-2"])
     assert isinstance(done.exception, UserError)
-    assert "--array 1,0-2: there are 2 runs, numbered from 0; end at 1" in str(done.exception)
+    assert "--array 1,0-2: the sweep has 2 runs; use 0 to 1" in str(done.exception)
     assert CliRunner().invoke(app, [*sweep, "0-1"]).exit_code == 0
 
 
@@ -208,7 +208,7 @@ def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
 
 
 def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path) -> None:
-    script = render(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
+    script = render_script(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
     assert "#SBATCH '--job-name=a b'" in script
     assert shlex.split(next(line for line in script.splitlines() if line.startswith("set -- ")))[2:] == [
         "my config.yaml", "x='y'",
@@ -220,7 +220,7 @@ def test_status_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(done.exception, UserError) and done.stdout == ""
-    assert f"{tmp_path}: not the folder of a run; pass a run's output_dir" in str(done.exception)
+    assert f"{tmp_path}: is not the folder of a run; pass a run's output_dir" in str(done.exception)
     (tmp_path / "logs" / "job.sbatch").touch()  # submitted, and not begun
     assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
 
@@ -236,14 +236,13 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     record = {"step": 40, "train/loss": 1.25, "train/epoch": 0.8, "perf/tokens_per_second": 12345.6}
     record["perf/step_ms"] = 500.0
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
-    settings = {"training": {"max_steps": None, "epochs": 2.0}, "zero": {"stage": 3, "shard_within": "host"}}
+    settings = {"training": {"max_steps": None, "epochs": 2.0}}
     (tmp_path / "training_config.json").write_text(json.dumps(settings))
     lock = FolderLock.take(tmp_path, resumes=False, say=print)
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
     assert shown["left"] == "0:00:30 of training"
-    assert shown["base"] == "sharded by ZeRO-3, zero.shard_within=host"
     shown = dict(describe_run(tmp_path, end_state="CANCELLED"))
     assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
@@ -267,7 +266,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
         idle_s=0.0, stuck=False, free_memory_gib=1.0, free_shm_gib=1.0, time=time.time(),
     )  # fmt: skip
     for rank, code in ((0, None), (1, 1)):
-        Folder(tmp_path / "logs", rank, 2).publish(replace(beat, rank=rank, exit_code=code))
+        HeartbeatFolder(tmp_path / "logs", rank, 2).publish(replace(beat, rank=rank, exit_code=code))
     record = {"step": 40, "time": 1.0, "train/loss": 1.25, "perf/step_ms": 500.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))
@@ -275,7 +274,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
     assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
 
 
-def test_no_text_of_a_heartbeat_looks_like_another_line(tmp_path: Path) -> None:
+def test_heartbeat_text_cannot_imitate_another_line(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     beat = {"rank": 0, "host": "n1", "pid": 1, "step": 4, "phase": "x\nloss     0.1\x1b[2J\u009d0;a\u0007", "time": 1.0}
     beat |= {name: None for name in ("collective", "place", "collectives_begun")}
@@ -287,7 +286,7 @@ def test_no_text_of_a_heartbeat_looks_like_another_line(tmp_path: Path) -> None:
     assert "x loss" in lines[1] and "\x1b" not in shown and "\x9d" not in shown
 
 
-def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:
+def test_status_shows_held_out_loss_time_and_mean_speed_and_skips_invalid_lines(tmp_path: Path) -> None:
     lines: list[object] = [{"step": 0, "time": 100.0, "eval/loss": 3.0}]
     for step, speed in ((1, 10.0), (2, 100.0), (3, 200.0)):
         values = {"train/loss": 2.0, "perf/tokens_per_second": speed, "perf/step_ms": 1000.0}
@@ -304,7 +303,7 @@ def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out
     assert dict(describe_run(tmp_path))["speed"] == "150.00 images/s"
 
 
-def test_what_slurm_says_of_a_job() -> None:
+def test_slurm_fields_of_a_job_are_described() -> None:
     job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
     job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}
     assert describe_job(job) == [

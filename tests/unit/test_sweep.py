@@ -15,7 +15,7 @@ from launcher.sweep import Run, plan_runs, record_runs, split_axes, split_gpus, 
 from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import UserError
-from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 from trainer.contract.json_records import read_sweep
 
 BEAT = Heartbeat(
@@ -59,7 +59,7 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
     assert runs[3].settings[:3] == ["zero.stage=0", "lora.r=16", "seed=2"]
     with pytest.raises(UserError, match=r"lora\.r=0: must be 1 or more \(command line\)"):
         plan_runs(config, ["lora.r=8,0"], [], Path("runs/s"))
-    with pytest.raises(UserError, match="1,089 runs: at most 1,000"):
+    with pytest.raises(UserError, match="1,089 runs: the maximum is 1,000"):
         numbers = ",".join(map(str, range(1, 34)))
         plan_runs(config, [f"lora.r={numbers}", f"seed={numbers}"], [], Path("runs/s"))
 
@@ -70,14 +70,14 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
         (["seed=1,2", "seed=3,4"], "seed=3,4: seed is also set by seed=1,2"),
         (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
         (["seed=1,2", "seed=5"], "seed=1,2: seed is also set by seed=5"),
-        (["output_dir=a,b"], "output_dir=a,b: a sweep needs a single output_dir"),
-        (["seed=1,1"], "is the same run as seed=1"),
-        (["lr=1e-4,0.0001"], "lr=0.0001: is the same run as lr=1e-4"),
+        (["output_dir=a,b"], "output_dir=a,b: a sweep has a single output_dir"),
+        (["seed=1,1"], "has the same settings as seed=1"),
+        (["lr=1e-4,0.0001"], "lr=0.0001: has the same settings as lr=1e-4"),
         ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
-        (["dataset.path=a/b.jsonl,a_b.jsonl"], "path=a_b.jsonl: the folder of two runs"),
+        (["dataset.path=a/b.jsonl,a_b.jsonl"], "path=a_b.jsonl: two runs share this folder"),
         (
             ["seed=1,2", "training.resume_from_checkpoint=latest,auto"],
-            "each run of a sweep resumes from its own folder",
+            "every run of a sweep resumes from its own folder",
         ),
     ],
 )
@@ -98,20 +98,20 @@ def test_a_checkpoint_that_no_run_would_resume_from_is_refused(
 ) -> None:
     resume = f"training.resume_from_checkpoint={checkpoint}"
     assert run(monkeypatch, "sweep", "c.yaml", "seed=1,2", resume, "--dry-run") == 2
-    assert f"{resume}: each run of a sweep resumes from its own folder" in capsys.readouterr().err
+    assert f"{resume}: every run of a sweep resumes from its own folder" in capsys.readouterr().err
 
 
 def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
     many = ",".join(map(str, range(1, 1000)))
     names = ("seed", "lora.r", "training.max_steps", "training.save_steps", "training.eval_steps")
-    with pytest.raises(UserError, match="at most 1,000"):
+    with pytest.raises(UserError, match="the maximum is 1,000"):
         plan_runs(config, [f"{name}={many}" for name in names], [], Path("runs/s"))
 
 
 def test_gpus_are_split() -> None:
     assert split_gpus([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3]]
     assert split_gpus([0, 1], None) == split_gpus([], 2) == [()]
-    with pytest.raises(UserError, match="--gpus-per-run 3: this machine offers 2"):
+    with pytest.raises(UserError, match="--gpus-per-run 3: this machine has only 2"):
         split_gpus([0, 1], 3)
     with pytest.raises(UserError, match="--gpus-per-run 0: must be 1 or more"):
         split_gpus([], 0)
@@ -125,11 +125,9 @@ def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     words = ("sweep", "c.yaml", "lora.r=8,16", "--slurm", "--dry-run", "--nodes", "2", "--time", "1:00:00")
     assert run(monkeypatch, *words) == 0
     assert capsys.readouterr().out == "zerolora submit c.yaml --sweep lora.r=8,16 --nodes 2 --time 1:00:00\n"
-    assert run(monkeypatch, "sweep", "c.yaml", "seed=5") == 2 and "nothing to try" in capsys.readouterr().err
+    assert run(monkeypatch, "sweep", "c.yaml", "seed=5") == 2 and "no values to try" in capsys.readouterr().err
     assert run(monkeypatch, "sweep", "c.yaml", "lora.r=8,16", "--nodes", "2") == 2
-    assert (
-        "--nodes: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm" in capsys.readouterr().err
-    )
+    assert "--nodes: not an option of `zerolora sweep`; options of `zerolora submit` need" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["c.yaml"]
 
 
@@ -167,7 +165,7 @@ def end_of_run(folder: Path, *codes: int | None) -> None:
     """What the ranks of a job leave in a run's folder."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     for rank, code in enumerate(codes):
-        Folder(folder / "logs", rank, len(codes)).publish(replace(BEAT, rank=rank, exit_code=code))
+        HeartbeatFolder(folder / "logs", rank, len(codes)).publish(replace(BEAT, rank=rank, exit_code=code))
 
 
 def test_an_array_skips_finished_runs(
@@ -193,7 +191,7 @@ def test_an_array_skips_finished_runs(
         end_of_run(folder / f"seed={seed}", 0, 0)
     assert [each.exit_code for each in plan_runs(config, [seeds], [], folder)] == [0] * 4
     assert [each.exit_code for each in plan_runs(config, ["seed=1,9"], [], folder)] == [0, None]
-    monkeypatch.setattr(sweep_module, "become_module", table_instead)
+    monkeypatch.setattr(sweep_module, "exec_module", table_instead)
     with pytest.raises(TableShown):
         run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm")
     assert "4 of 4 runs are already finished" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_init_reads_local_model_and_data(
 
     monkeypatch.chdir(ground)
     monkeypatch.setenv("HOME", str(ground))
-    monkeypatch.setattr(presets, "become_module", become)
+    monkeypatch.setattr(presets, "exec_module", become)
     (ground / "models").mkdir(exist_ok=True)
     (ground / "models" / "mine").symlink_to(ground / "model")
     with pytest.raises(SystemExit) as ended:

@@ -16,7 +16,15 @@ import psutil
 import pytest
 
 from launcher.supervision.observer import Observer
-from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
+from trainer.contract.heartbeat import (
+    LINE_BYTES,
+    Hang,
+    Heartbeat,
+    HeartbeatFolder,
+    clear_heartbeats,
+    read_hang,
+    read_heartbeats,
+)
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import Work, find_collective, find_place, free_host_memory, main_thread_frame
@@ -104,7 +112,7 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
     )
 
 
-def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
+def test_a_gpu_that_does_not_reach_a_collective_is_reported() -> None:
     reported = describe_hang(beats(device_reached=21), set())
     assert reported.ranks == [1] and "rank 1 on n1" in reported.text
     assert "the GPU is behind" in reported.text and reported.text.endswith("2 other ranks wait for it in all_reduce")
@@ -130,7 +138,7 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
     assert "its host is down" in describe_hang(beats(), {1}).text
 
 
-def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
+def test_a_rank_without_heartbeats_is_behind_and_reported_with_its_host() -> None:
     found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
     nobody = found | {1: Heartbeat.missing(1), 2: Heartbeat.missing(2)}
     reported = describe_hang(nobody, {1, 2})
@@ -191,15 +199,15 @@ def test_a_line_has_always_one_length_and_comes_back() -> None:
     assert Heartbeat.parse(BEAT.line()[:100]) is None
 
 
-def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path: Path) -> None:
+def test_heartbeats_do_not_create_the_folder_and_are_read_by_the_launcher(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    folder = Folder(logs, rank=1, world_size=2)
+    folder = HeartbeatFolder(logs, rank=1, world_size=2)
     folder.publish(BEAT)
     assert not logs.exists(), "a run that is refused leaves nothing behind"
     logs.mkdir()
     folder.publish(replace(BEAT, rank=1, time=time.time()))
     assert folder.read()[1].step == read_heartbeats(logs)[1].step == 412
-    Folder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
+    HeartbeatFolder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
     assert sorted(folder.read()) == [0, 1]
     clear_heartbeats(logs)
     assert list(logs.iterdir()) == []
@@ -230,7 +238,7 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
 
 
 def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1, 2)
+    folder = HeartbeatFolder(tmp_path, 1, 2)
     folder.publish(replace(BEAT, rank=1))
     (tmp_path / "heartbeat-1.json").unlink()
     folder.publish(replace(BEAT, rank=1, step=413))
@@ -240,7 +248,7 @@ def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_p
 
 def test_a_rank_that_ends_at_once_leaves_its_exit_code(tmp_path: Path) -> None:
     """In a signal's handler, after which its thread begins no line without it."""
-    folder = Folder(tmp_path, 1, 2)
+    folder = HeartbeatFolder(tmp_path, 1, 2)
     folder.note_end(143)
     assert read_heartbeats(tmp_path) == {}, "it is not known yet"
     folder.publish(replace(BEAT, rank=1))
@@ -253,7 +261,7 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
     old = tmp_path / "hang.json"
     old.write_text('{"ranks": [3], "text": "of yesterday"}')
     os.utime(old, (time.time() - 86400,) * 2)
-    first, second = (Folder(tmp_path, rank, 2) for rank in (0, 1))
+    first, second = (HeartbeatFolder(tmp_path, rank, 2) for rank in (0, 1))
     assert first.verdict() is None
     assert first.decide(Hang([1], "a")) and not second.decide(Hang([0], "b"))
     assert second.verdict() == read_hang(tmp_path) == Hang([1], "a")
@@ -262,12 +270,12 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
 
 
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
-    folder, observer = Folder(tmp_path, 0, 1), Observer(tmp_path, 1, None, hang_timeout_s=0.1)
+    folder, observer = HeartbeatFolder(tmp_path, 0, 1), Observer(tmp_path, 1, None, hang_timeout_s=0.1)
     observer._silence_s = 0.0
 
     def is_silent() -> bool:
-        observer._looked_at, observer.silent_run = 0.0, None
-        observer.look()
+        observer._polled_at, observer.silent_run = 0.0, None
+        observer.poll()
         return observer.silent_run is not None
 
     assert not is_silent(), "nobody has begun yet"
@@ -278,7 +286,7 @@ def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
     assert not is_silent(), "it has ended, which is no silence"
 
 
-def test_work_is_told_from_waiting() -> None:
+def test_work_is_distinguished_from_waiting() -> None:
     """In a process of its own: threads that other tests have left (progress bars, pools) do a little work at times."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as fresh:
         fresh.submit(_tell_work_from_waiting).result()

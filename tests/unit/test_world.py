@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.plan import Request, plan
 from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.rendezvous import check_free, free_port, host_name
+from trainer.contract.rendezvous import find_port_problem, free_port, host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import Report, code_version, differences, find_unshared_folder, meet, summary
 from trainer.parallel.ranks.group import Ranks
@@ -106,10 +107,10 @@ def test_the_code_is_the_sources() -> None:
     assert version and len(digest) == 12 and int(digest, 16) >= 0
 
 
-def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command where the ranks meet on its host, by the first rank elsewhere."""
     port = free_port()
-    check_free(port)
+    assert not find_port_problem(port)
     config = RunConfig.model_validate({"base_model": "m", "output_dir": "o", "dataset": {"path": "d"}})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
@@ -117,7 +118,7 @@ def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPa
         listener.bind(("", port))
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
-            check_free(port)
+            plan(Request(master_port=port), Path())
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {host_name()} "):
             timeout = collective_timeout(config.training)
             meet(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)
@@ -137,7 +138,7 @@ def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROO
     return [process.communicate(timeout=500)[0].splitlines() for process in ranks]
 
 
-def test_all_ranks_hear_what_the_first_one_decides() -> None:
+def test_all_ranks_receive_the_decision_of_rank_0() -> None:
     said = said_by_two(DECIDE)
     assert [lines[0] for lines in said] == ["refused: output_dir=x: no"] * 2
     assert [lines[1] for lines in said] == ["given: a lock", "given: None"]

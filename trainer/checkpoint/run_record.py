@@ -21,7 +21,7 @@ from trainer.config.files import check_shape, read_json
 from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import package_versions
-from trainer.contract.rank_arguments import command_typed
+from trainer.contract.rank_arguments import get_typed_command
 from trainer.contract.whole_files import sync, write_json, write_whole
 
 CONFIG, RUN = "training_config.json", "run.json"
@@ -66,7 +66,7 @@ def write_run_record(
     write_whole(run_dir / CONFIG, settings)
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": command_typed(sys.argv),
+        "command": get_typed_command(sys.argv),
         STARTED_IN: os.getcwd(),
         "world_size": world_size,
         "device": device,

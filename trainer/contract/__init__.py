@@ -1,1 +1,1 @@
-"""Shared by launcher and ranks, without torch: files, exit codes, ports, rank variables."""
+"""What launcher and ranks share: files, exit codes, ports and rank variables. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Where Python keeps the bytecode of the libraries, without which every rank compiles 3,000 modules at its start."""
+"""Find or redirect the bytecode of large libraries; without it, every rank compiles 3,000 modules at its start."""
 
 import os
 import sys
@@ -9,25 +9,25 @@ from pathlib import Path
 LIBRARIES = ("torch", "transformers", "deepspeed")
 
 
-def missing_bytecode() -> list[str]:
-    """Return which of the large libraries have no bytecode where this process looks for it."""
-    return [name for name in LIBRARIES if (file := _file_of(name)) and not os.path.exists(cache_from_source(file))]
+def find_missing_bytecode() -> list[str]:
+    """Return the large libraries that have no bytecode where Python looks for it."""
+    return [name for name in LIBRARIES if (file := _find_file(name)) and not os.path.exists(cache_from_source(file))]
 
 
-def use_own_folder() -> None:
-    """Keep bytecode in zerolora's cache if it is missing and cannot be kept next to the libraries.
+def redirect_bytecode() -> None:
+    """Cache bytecode in zerolora's cache folder if it is missing and Python cannot write it next to the libraries.
 
-    That is so where they belong to another user, or PYTHONDONTWRITEBYTECODE is set, as in containers.
+    Python cannot if they belong to another user, or if PYTHONDONTWRITEBYTECODE is set, as in containers.
     """
-    if sys.pycache_prefix is not None or not missing_bytecode():
+    if sys.pycache_prefix is not None or not find_missing_bytecode():
         return
-    writable = all(os.access(os.path.dirname(file), os.W_OK) for name in LIBRARIES if (file := _file_of(name)))
+    writable = all(os.access(os.path.dirname(file), os.W_OK) for name in LIBRARIES if (file := _find_file(name)))
     if sys.dont_write_bytecode or not writable:
         cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache / "bytecode")
         sys.dont_write_bytecode = False
 
 
-def _file_of(name: str) -> str | None:
+def _find_file(name: str) -> str | None:
     spec = PathFinder.find_spec(name)
     return spec.origin if spec else None

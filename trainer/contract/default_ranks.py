@@ -1,4 +1,4 @@
-"""The default number of ranks of `zerolora train`, and the GPUs of this machine."""
+"""Find the GPUs of this machine, and the default number of ranks of `zerolora train`."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def default_ranks(env: Mapping[str, str] = os.environ) -> int:
 
 
 def visible_gpus() -> list[int]:
-    """Return the numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, without importing torch.
+    """Return the indices of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, without importing torch.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
@@ -36,30 +36,30 @@ def visible_gpus() -> list[int]:
 
 
 def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
-    """Return the positions in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value names.
+    """Return the indices in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value selects.
 
-    As in CUDA, entries are numbers or prefixes of UUIDs, and the list ends at -1. Raises UserError for others.
+    As in CUDA, entries are indices or prefixes of UUIDs, and the list ends at -1. Raises UserError for others.
     """
     chosen: list[int] = []
-    for word in (word.strip() for word in allowed.split(",")):
-        if word in ("", "-1", "NoDevFiles"):
+    for entry in (entry.strip() for entry in allowed.split(",")):
+        if entry in ("", "-1", "NoDevFiles"):
             break
-        if word.startswith("MIG"):
+        if entry.startswith("MIG"):
             raise UserError(
                 f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a MIG slice; "
                 "use `torchrun --nproc-per-node 1 --no-python zerolora-rank CONFIG`"
             )
-        if word.isdigit():
-            matches = [int(word)] if int(word) < len(identifiers) else []
+        if entry.isdigit():
+            matches = [int(entry)] if int(entry) < len(identifiers) else []
         else:
-            matches = [index for index, identifier in enumerate(identifiers) if identifier.startswith(word)]
+            matches = [index for index, identifier in enumerate(identifiers) if identifier.startswith(entry)]
         if len(matches) != 1:
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES={allowed}: {word} is not one of this machine's {len(identifiers)} GPUs; "
+                f"CUDA_VISIBLE_DEVICES={allowed}: {entry} is not one of this machine's {len(identifiers)} GPUs; "
                 "`nvidia-smi -L` lists them"
             )
         if matches[0] in chosen:
-            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is listed twice; keep one")
+            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {entry} is listed twice; keep one")
         chosen += matches
     return chosen
 
@@ -83,7 +83,7 @@ def in_allocation(env: Mapping[str, str]) -> bool:
 
 
 def ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """Return the GPUs per node that were requested, else allocated, else the tasks; None if the job has none of these.
+    """Return the requested GPUs per node, else the allocated ones, else the tasks per node; None if none are set.
 
     With `--exclusive`, all GPUs of a node are allocated, even if fewer were requested.
     """

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILED = 0, 1
 EXIT_USAGE = 2
-"""A mistake of the user; equal to `UserError.exit_code`, because trainer.config does not import this package."""
+"""A user error; equal to `UserError.exit_code`, because trainer.config does not import this package."""
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: the run is saved and should be restarted."""
+"""EX_TEMPFAIL of sysexits.h: the run was saved and should be restarted."""
 EXIT_RESTART = 77
 """Exit code of a rank that has written a restart note (trainer/contract/restart_record.py)."""
 
 REPORT_DELAY_S = 3.0
 """Delay before a rank without a message exits, because mpirun and torchrun stop all ranks with the first."""
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run in an orderly way; the launcher forwards them."""
-# Exit codes of ranks that were signalled to stop, and have saved or had nothing to save yet.
-STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, EXIT_PREEMPTED}
-# Status of a process signalled before it installed its handler, as its parent, DeepSpeed and shells report it.
-_NOT_STARTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
-_NOT_STARTED |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run after a save; the launcher forwards them to the ranks."""
+# Exit codes of ranks that were signaled to stop, and have saved or had nothing to save.
+STOP_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM, EXIT_PREEMPTED}
+# Status of a process signaled before it installed its handlers, as reported by its parent, DeepSpeed and shells.
+_STOPPED_EARLY = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
+_STOPPED_EARLY |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
 
 
 def exit_code_after(number: int) -> int:
@@ -28,9 +28,9 @@ def exit_code_after(number: int) -> int:
     return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
 
 
-def is_stopped_by_us(code: int) -> bool:
-    """Return whether an exit code only means that the process was signalled to stop."""
-    return code in STOPPED or code in _NOT_STARTED
+def is_stop_status(code: int) -> bool:
+    """Return whether an exit status only means that the process was signaled to stop."""
+    return code in STOP_CODES or code in _STOPPED_EARLY
 
 
 def to_exit_code(status: int) -> int:

@@ -1,16 +1,15 @@
 """The lock of an output folder, OUTPUT_DIR/logs/lock.json, which allows one run at a time.
 
-The file names its holders: the launcher and, once it has joined, rank 0; without our launcher, rank 0 alone. It is
-created with O_EXCL, which also works on network file systems. While a holder is alive, a thread of it touches the file
-every few seconds. On the same machine, holders are identified by process and start time; on other machines, the file's
-time is watched with the local clock only, and no change for STALE_S means dead. A holder that has lost its lock
-nevertheless (because it was stopped or disconnected) gets FolderLost from `check`.
+The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
+created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
+Holders on this machine are identified by process and start time. Those on other machines are considered dead once the
+file's time has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
+because it was stopped or disconnected.
 """
 
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,22 +22,23 @@ from typing import Self
 from trainer.config.errors import UserError
 from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.launcher_process import ProcessMark
+from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
 
 LOCK_FILE = "lock.json"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 BEAT_S = 5.0
 STALE_S = 120.0
-"""Longer than network file systems cache attributes (60 s) and than libraries block Python threads."""
+"""Exceeds the time that network file systems cache attributes (60 s), and that libraries block Python threads."""
 WAIT_S = 900.0
 """How long a restarted job waits for an earlier one that is still alive."""
 POLL_S = 1.0
 # Network file systems show files of other hosts with a delay.
-SEEN_WITHIN_S = 30.0
+MAX_DELAY_S = 30.0
 
 
 class FolderLost(UserError):
-    """Another run has taken over the folder: this one must not write to it any more."""
+    """Another run has taken over the folder, so that this one must no longer write to it."""
 
     exit_code = 1
 
@@ -53,10 +53,9 @@ class Holder:
     @classmethod
     def for_this_process(cls) -> "Holder":
         """Return the holder for the calling process."""
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        mark = ProcessMark.of(os.getpid())
+        mark = ProcessMark.read(os.getpid())
         assert mark is not None, "/proc lacks this process"
-        return cls(host, mark)
+        return cls(host_name(), mark)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Lock:
     """Number of restarts of the job by the scheduler."""
     holders: tuple[Holder, ...]
     beat: int = 0
-    """Time of the last heartbeat, which is the file's, in nanoseconds."""
+    """Modification time of the file, which is that of the last heartbeat, in nanoseconds."""
 
     @classmethod
     def for_this_process(cls) -> "Lock":
@@ -82,19 +81,19 @@ class Lock:
         return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
 
     def describe(self) -> str:
-        """Describe its holder."""
+        """Describe the newest holder."""
         if not self.holders:
             return "an unknown process"
         job = f" of job {self.job}" if self.job else ""
         return f"process {self.holders[-1].process.pid} on {self.holders[-1].host}{job}, since {self.since}"
 
     def is_alive(self) -> bool | None:
-        """Return whether a holder is alive; None if none is known to be, and one is on another machine."""
+        """Return whether a holder is alive; None if unknown, because a holder is on another machine."""
         states = [holder.process.is_alive() for holder in self.holders]
         return True if any(states) else None if not states or None in states else False
 
     def is_predecessor_of(self, other: "Lock") -> bool:
-        """Return whether it belongs to an earlier start of the same job, which the scheduler has ended."""
+        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has ended."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
@@ -112,28 +111,28 @@ class FolderLock:
     def take(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
         """Lock the folder, which is created if it does not exist.
 
-        A lock of dead holders is taken over. If the holder is alive, this waits if it is an earlier start of this job,
-        or if this job resumes from whatever it finds (`resumes`). Raises UserError if the folder stays locked.
+        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job, or if this job
+        resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
         """
-        path, own, watch = lock_path(run_dir), Lock.for_this_process(), _Watch()
+        path, lock, watch = lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
-        while not _create(path, own):
+        while not _create(path, lock):
             found = _read(path)
             if found is None:
-                continue  # released in the meantime
+                continue  # released since
             alive = watch.is_alive(found)
             if alive is False:
                 say(f"note: output_dir={run_dir}: its last run ({found.describe()}) was killed; taking over its lock")
                 _remove(path, found.token)
                 continue
-            if alive and (not _waits(own, found, resumes) or time.monotonic() > deadline):
+            if alive and (not _should_wait(lock, found, resumes) or time.monotonic() > deadline):
                 raise _locked_error(run_dir, found)
-            until = f"its end, {WAIT_S / 60:.0f} minutes at most" if alive else f"a heartbeat, {STALE_S:.0f} s"
+            until = f"its end, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
             if until != reported:
                 say(f"note: output_dir={run_dir}: held by {found.describe()}; waiting for {until}")
                 reported = until
             time.sleep(POLL_S)
-        return cls(run_dir, own, owns=True)
+        return cls(run_dir, lock, owns=True)
 
     @classmethod
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
@@ -152,7 +151,7 @@ class FolderLock:
 
     @property
     def token(self) -> str:
-        """Token with which a rank can join."""
+        """Token with which rank 0 joins the lock."""
         return self._lock.token
 
     @property
@@ -176,18 +175,18 @@ class FolderLock:
                     self._path.unlink(missing_ok=True)
 
     def _still_holds(self) -> bool:
-        deadline = time.monotonic() + SEEN_WITHIN_S
+        deadline = time.monotonic() + MAX_DELAY_S
         while not self._is_lost:
             found = _read(self._path)
             if found is None:
-                # The folder was emptied. It is ours unless another run locks it first.
+                # The folder was emptied. Lock it again, unless another run has done so.
                 if self._ended.is_set() or _create(self._path, self._lock):
                     return True
             elif found.token or time.monotonic() > deadline:
                 self._is_lost = found.token != self.token
                 break
             else:
-                # Half written by this run's other holder or thread, or by another run.
+                # Incomplete: this run's other holder, its thread, or another run is writing it.
                 time.sleep(0.01)
         return not self._is_lost
 
@@ -198,7 +197,7 @@ class FolderLock:
                     return
                 os.utime(self._path)
             except (OSError, UnreadableFile):
-                continue  # a file server that does not answer now; if another run takes over, `check` raises
+                continue  # the file server does not respond; `check` raises if another run takes over
 
     def __enter__(self) -> Self:
         return self
@@ -214,17 +213,17 @@ def lock_path(run_dir: Path) -> Path:
 
 
 def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
-    """Raise UserError immediately if a live run of this machine holds the folder; nothing is written."""
+    """Raise UserError if a live run of this machine holds the folder, without writing anything."""
     try:
         found = _read(lock_path(run_dir))
     except OSError:
-        return  # later checks report problems of the path
-    if found is not None and found.is_alive() and not _waits(Lock.for_this_process(), found, resumes):
+        return  # reported by later checks
+    if found is not None and found.is_alive() and not _should_wait(Lock.for_this_process(), found, resumes):
         raise _locked_error(run_dir, found)
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock can be read here, waiting for delays of network file systems."""
+    """Return whether another rank's lock can be read here; allow for the delay of network file systems."""
     found = _read_delayed(run_dir, lambda lock: lock.token == token)
     return found is not None and found.token == token
 
@@ -235,7 +234,7 @@ def describe_live_holder(run_dir: Path) -> str | None:
     return None if found is None or found.is_alive() is False else found.describe()
 
 
-class _Watch:
+class _HolderWatch:
     """Detects whether the holders of a lock are alive."""
 
     def __init__(self) -> None:
@@ -244,21 +243,21 @@ class _Watch:
         self._changed_at = 0.0
 
     def is_alive(self, lock: Lock) -> bool | None:
-        """Return whether a holder is alive, None as long as this is unknown."""
+        """Return whether a holder is alive; None if it is not yet known."""
         if (alive := lock.is_alive()) is not None:
             return alive
-        now, sign = time.monotonic(), (lock.token, lock.beat)
-        if sign != self._seen:
+        now, state = time.monotonic(), (lock.token, lock.beat)
+        if state != self._seen:
             same_lock = self._seen is not None and self._seen[0] == lock.token
             self._changes = self._changes + 1 if same_lock else 0
-            self._seen, self._changed_at = sign, now
+            self._seen, self._changed_at = state, now
         if now - self._changed_at > STALE_S:
             return False
         return True if self._changes else None
 
 
-def _waits(own: Lock, found: Lock, resumes: bool) -> bool:
-    """Return whether a run waits for the one that holds the folder."""
+def _should_wait(own: Lock, found: Lock, resumes: bool) -> bool:
+    """Return whether the run of lock `own` waits for the run that holds the folder."""
     under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
     return found.is_predecessor_of(own) or (resumes and under_scheduler)
 
@@ -272,13 +271,13 @@ def _locked_error(run_dir: Path, lock: Lock) -> UserError:
 def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLost:
     by = f" by {lock.describe()}" if lock else ""
     return FolderLost(
-        f"output_dir={run_dir}: taken over by another run{by}, because this one had no heartbeat for {STALE_S:.0f} s; "
-        "it stops without writing anything"
+        f"output_dir={run_dir}: taken over by another run{by}, because this one sent no heartbeat for {STALE_S:.0f} s; "
+        "stopping without a save"
     )
 
 
 def _create(path: Path, lock: Lock) -> bool:
-    """Create the file and its folder; returns False if the file exists."""
+    """Create the file and its folder; return False if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -288,13 +287,13 @@ def _create(path: Path, lock: Lock) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        path.unlink(missing_ok=True)  # on a full disk, an empty file would lock the folder for no one
+        path.unlink(missing_ok=True)  # an empty file, from a full disk, would lock the folder
         raise
     return True
 
 
 def _read(path: Path) -> Lock | None:
-    """Return the lock; None if there is none.
+    """Return the lock; None if it does not exist.
 
     An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder or pipe, OSError for errors of the
     file system.
@@ -302,7 +301,7 @@ def _read(path: Path) -> Lock | None:
     if path.exists() and not path.is_file():
         raise UnreadableFile(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
     try:
-        # Opened every time, because this makes network file systems ask their server.
+        # Opening makes network file systems ask their server.
         with path.open("rb") as file:
             content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
@@ -314,8 +313,8 @@ def _read(path: Path) -> Lock | None:
 
 
 def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
-    """Return the lock once it is the wanted one, or as it is after `SEEN_WITHIN_S`."""
-    deadline = time.monotonic() + SEEN_WITHIN_S
+    """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S`."""
+    deadline = time.monotonic() + MAX_DELAY_S
     while True:
         found = _read(lock_path(run_dir))
         if (found is not None and is_wanted(found)) or time.monotonic() > deadline:

@@ -3,7 +3,8 @@
 logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread of rank N, and a line with the
                          first and the current step, overwritten at the start of each step, so that the step of a killed
                          rank is known
-logs/hang.json           the ranks' verdict on a hanging run: which ranks are behind, and where
+logs/hang.json           the ranks' verdict on a hanging run: the ranks that are behind, and their position
+
 All hosts must share the folder, which trainer/parallel/ranks/agreement.py checks.
 """
 
@@ -33,7 +34,7 @@ STACK_MARK = "Python stack of rank"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a rank at a time."""
+    """The state of a rank."""
 
     rank: Count
     host: str
@@ -44,22 +45,22 @@ class Heartbeat:
     """Nested phases such as "save/gather"; empty between phases."""
     collective: str | None
     place: str | None
-    """Innermost line of this project's code, once the rank has stayed there."""
+    """Innermost line of zerolora's code, once the rank has stayed there."""
     collectives_begun: int | None
     idle_s: Seconds
     """Seconds since the last progress."""
     stuck: bool
-    """Whether that exceeds training.hang_timeout."""
+    """Whether `idle_s` exceeds training.hang_timeout."""
     free_memory_gib: float
     free_shm_gib: float
     time: Seconds
-    """Seconds since 1970 by its own clock."""
+    """Seconds since 1970 by the rank's clock."""
     exit_code: ExitCode | None = None
-    """Set by a rank that has exited by itself."""
+    """Set by the rank before it exits."""
     first_step: Count = 0
-    """First optimizer step of this process; 0 before it."""
+    """First optimizer step of this process; 0 before it begins."""
     device_reached: int | None = None
-    """Last mark reached by its GPU (trainer/parallel/ranks/watchdog.py), once the rank has stayed there."""
+    """Last mark reached by its GPU (trainer/parallel/ranks/watchdog.py), once it has stayed there."""
 
     @classmethod
     def missing(cls, rank: int) -> "Heartbeat":
@@ -76,13 +77,13 @@ class Heartbeat:
         """Whether the process has completed a step since its start."""
         return self.step > self.first_step > 0
 
-    def where(self) -> str:
-        """Format its position in the run, as "step 412, phase backward"."""
+    def describe_position(self) -> str:
+        """Describe the rank's position in the run, as in "step 412, phase backward"."""
         step = f"step {self.step}" if self.step else "before the first step"
         return f"{step}, phase {self.phase}" if self.phase else step
 
     def line(self) -> bytes:
-        """Format the heartbeat as a line of JSON of fixed length, so that it overwrites the previous one completely."""
+        """Return the heartbeat as a line of JSON of fixed length, which overwrites the previous one completely."""
         values = asdict(self) | {name: round(getattr(self, name), 3) for name in ("idle_s", "time")}
         return json.dumps(values).ljust(LINE_BYTES - 1).encode() + b"\n"
 
@@ -120,8 +121,8 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         return beats
     for path in paths:
         try:
-            line, _, noted = read_bytes(path, MAX_BYTES).partition(b"\n")
-            steps = [int(word) for word in noted.split()]
+            line, _, step_line = read_bytes(path, MAX_BYTES).partition(b"\n")
+            steps = [int(word) for word in step_line.split()]
         except (OSError, ValueError, UnreadableFile):
             continue
         beat = Heartbeat.parse(line)
@@ -140,8 +141,8 @@ def clear_heartbeats(logs: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Folder:
-    """Heartbeats in the logs folder of the run, written once the folder exists."""
+class HeartbeatFolder:
+    """Reads and writes heartbeats in the logs folder of a run, once the folder exists."""
 
     def __init__(self, logs: Path, rank: int, world_size: int) -> None:
         self._logs = logs
@@ -166,7 +167,7 @@ class Folder:
                 return
             with self._opening:
                 if self._file is not None and os.fstat(self._file).st_nlink == 0:
-                    # The folder was emptied: other ranks expect a new file.
+                    # The folder was emptied; other ranks expect a new file.
                     os.close(self._file)
                     self._file = None
                 if self._file is None and self._logs.is_dir():
@@ -186,7 +187,7 @@ class Folder:
                 os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def note_end(self, exit_code: int) -> None:
-        """Write the exit code into the last heartbeat; takes no lock, so that signal handlers can call it."""
+        """Add the exit code to the last heartbeat; takes no lock, so that signal handlers can call it."""
         file, last = self._file, self._last
         if file is not None and last is not None and self.writes:
             self.writes = False
@@ -202,14 +203,14 @@ class Folder:
         return read_hang(self._logs) if self._is_decided() else None
 
     def _is_decided(self) -> bool:
-        """Return whether there is a verdict on this run, which may be incomplete."""
+        """Return whether a rank has written a verdict on this run, which may be incomplete."""
         try:
             return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
         except OSError:
             return False
 
     def decide(self, verdict: Hang) -> bool:
-        """Write a verdict; returns False if another rank was faster."""
+        """Write a verdict; return False if another rank already has."""
         path = self._logs / VERDICT_FILE
         if not self._is_decided():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The folder with configs/, slurm/ and pyproject.toml: the checkout, or the copy that setup.py adds to a wheel."""
+"""Folder with configs/, slurm/ and pyproject.toml: the checkout, or the copy that setup.py puts in a wheel."""
 
 from pathlib import Path
 

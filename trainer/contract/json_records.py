@@ -1,4 +1,4 @@
-"""Records that launcher and trainer share: lines of metrics.jsonl, a sweep's runs in sweep.json, the doctor's rows."""
+"""Records that launcher and trainer share: lines of metrics.jsonl, runs in sweep.json, checks of the doctor."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ _Shape = dict[str, _Number | _Whole | None]
 SWEEP = "sweep.json"
 
 MARK = "zerolora-doctor: "
-"""Begins a line of JSON with the results of one of the processes of `zerolora doctor`."""
+"""Begins a line of JSON with the results of a process of `zerolora doctor`."""
 State = Literal["OK", "WARN", "FAIL"]
 
 
@@ -35,7 +35,7 @@ def parse_record(line: bytes, path: Path) -> Record:
 
 @dataclass(frozen=True)
 class SweptRun:
-    """A sweep's run with one combination of values."""
+    """A run of a sweep, with one combination of values."""
 
     folder: str
     digest: str = ""
@@ -56,9 +56,9 @@ def read_sweep(folder: Path) -> list[SweptRun]:
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
-    """Add or replace these runs in the record; other runs are kept."""
-    ours = {run.folder for run in runs}
-    others = [run for run in read_sweep(folder) if run.folder not in ours]
+    """Add or replace these runs in the record, and keep others."""
+    folders = {run.folder for run in runs}
+    others = [run for run in read_sweep(folder) if run.folder not in folders]
     write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})
 
 

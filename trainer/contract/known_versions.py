@@ -1,8 +1,8 @@
-"""Versions of libraries: those installed, and those with which the uses of private names are tested.
+"""Installed versions of libraries, and the versions with which our use of their private names is tested.
 
-Private names may change within the version ranges of pyproject.toml. A run with other versions warns once, and a
-missing private name is an error (`require`), so that no feature is disabled silently. `replaces` marks our code that
-replaces theirs.
+Private names may change within the version ranges of pyproject.toml. A run with untested versions warns once, and a
+missing private name is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
+replaces a library's.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ KNOWN = {
     "lm_eval": ("0.4.13",),
     "compressed-tensors": ("0.20.0",),
 }
-"""The tested versions of libraries with private names that are used, newest last."""
+"""Tested versions of libraries of which private names are used, newest last."""
 
 
 def installed(library: str) -> str | None:
@@ -48,7 +48,7 @@ def describe_untested() -> list[str]:
 
 
 def version_warning() -> str | None:
-    """Return a warning for the start of a run, or None if all versions are tested."""
+    """Return a warning if any version is untested, else None."""
     lines = describe_untested()
     return f"not tested with {'; '.join(lines)}; constraints.txt has tested versions" if lines else None
 

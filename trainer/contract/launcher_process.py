@@ -1,4 +1,4 @@
-"""The `zerolora` process that started this one: ranks exit when their launcher has exited.
+"""Watch the `zerolora` process that started this one: ranks exit when their launcher has exited.
 
 | where                                | evidence that it has exited                            | this process exits |
 |                                      |                                                        | within             |
@@ -9,8 +9,8 @@
 | another host                         | the pipe to it is closed, because its ssh has exited   | seconds            |
 | another host                         | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |
 
-A thread checks this, because the main thread may wait in a collective. It also kills child processes. Nothing is saved;
-an incomplete checkpoint is never renamed into place.
+A thread checks this, because the main thread may wait in a collective. It also kills child processes. Nothing is saved,
+and an incomplete checkpoint is never renamed into place.
 """
 
 import os
@@ -32,10 +32,10 @@ VARIABLE = "ZEROLORA_LAUNCHER"
 ALIVE_FILE = "launcher-alive"
 ALIVE_EVERY_S = 5.0
 CHECK_EVERY_S = 1.0
-# Processes of srun and mpirun on each host that start the ranks.
+# Processes of srun and mpirun that start the ranks on each host.
 DAEMONS = ("slurmstepd", "orted", "orterun", "prted", "prterun", "mpirun", "mpiexec", "hydra_pmi_proxy", "pmi_proxy")
 DAEMON_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# Set by torchrun and DeepSpeed's launcher. With RANK from elsewhere, the parent may be a script that exits normally.
+# Set by torchrun and DeepSpeed's launcher. Without these, the parent may be a script that exits normally.
 PARENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 
 
@@ -44,13 +44,13 @@ class ProcessMark:
     """A unique identifier of a process on any host."""
 
     kernel: str
-    """Boot ID of the kernel, and namespace of process IDs."""
+    """Boot ID of the kernel, and PID namespace."""
     pid: ProcessId
     started: str
-    """Start in kernel ticks since boot."""
+    """Start time in kernel ticks since boot."""
 
     @classmethod
-    def of(cls, pid: int) -> "ProcessMark | None":
+    def read(cls, pid: int) -> "ProcessMark | None":
         """Return the mark of a process of this host; None if it has exited."""
         fields = read_stat(pid)
         return None if fields is None else cls(_kernel(), pid, fields[19])
@@ -65,35 +65,35 @@ class ProcessMark:
         return f"{self.kernel}/{self.pid}/{self.started}"
 
     def is_visible(self) -> bool:
-        """Return whether this process can see it if it is alive."""
+        """Return whether the process is on this host and in this PID namespace."""
         return self.kernel == _kernel()
 
     def is_alive(self) -> bool | None:
-        """Return whether the process runs, which a zombie does not; None if this process cannot see it."""
+        """Return whether the process runs and is not a zombie; None if it is not visible."""
         if not self.is_visible():
             return None
         fields = read_stat(self.pid)
         if fields is None:
-            return psutil.pid_exists(self.pid)  # of another user, where /proc hides those
+            return psutil.pid_exists(self.pid)  # /proc may hide processes of other users
         return fields[19] == self.started and fields[0] not in "ZX"
 
 
 def tie_children_to_this_process() -> None:
-    """Make processes started from now on exit when this process exits."""
-    os.environ[VARIABLE] = str(ProcessMark.of(os.getpid()))
+    """Make processes that are started from now on exit when this process exits."""
+    os.environ[VARIABLE] = str(ProcessMark.read(os.getpid()))
 
 
 def keep_alive_file(logs: Path, ended: threading.Event) -> None:
-    """Touch logs/launcher-alive, for ranks on other hosts, until the event is set; works on a full disk."""
-    fails = False
+    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set; works on a full disk."""
+    has_failed = False
     while True:
         try:
             (logs / ALIVE_FILE).touch()
-            fails = False
-        except OSError as error:  # ranks wait longer
-            if not fails:
+            has_failed = False
+        except OSError as error:  # ranks tolerate a longer interval
+            if not has_failed:
                 print(f"{logs / ALIVE_FILE}: {error}", file=sys.stderr)
-            fails = True
+            has_failed = True
         if ended.wait(ALIVE_EVERY_S):
             return
 
@@ -103,24 +103,24 @@ class LauncherWatch:
 
     def __init__(self, environment: Mapping[str, str], *, is_rank: bool) -> None:
         self._launcher = ProcessMark.parse(environment.get(VARIABLE, ""))
-        self._above = _process_above(environment) if is_rank else None
+        self._above = _find_starter(environment) if is_rank else None
         self._file: Path | None = None
         self._timeout_s = 0.0
-        # The descriptor itself will be redirected to a log.
+        # A copy, because stderr will be redirected to a log.
         self._stderr = os.dup(2) if self._launcher is not None and not self._launcher.is_visible() else None
         self._seen: tuple[int, float] | None = None
 
     def start(self) -> None:
-        """Start the thread if a launcher is known."""
+        """Start the thread if this process has a launcher."""
         if self._launcher is not None or self._above is not None:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
-        """Also exit when the launcher's file in `logs` is unchanged for this long, if its process is not visible."""
+        """Also exit when the launcher's file has not changed for `timeout_s`, if its process is not visible."""
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_loss(self) -> str | None:
-        """Describe which process or connection was lost; None if there is none."""
+        """Describe the process or connection that was lost; None if none was."""
         launcher, above = self._launcher, self._above
         if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"
@@ -137,14 +137,14 @@ class LauncherWatch:
             return False
         touched = self._seen[0] if self._seen else None
         try:
-            # Opening it makes network file systems refresh it. Clocks are not compared, only whether it has changed.
+            # Opening makes network file systems refresh the time, which is only compared with its earlier value.
             with self._file.open("rb") as file:
                 touched = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             if self._seen is None:
                 return False  # the folder is not shared
         except OSError:
-            self._seen = None  # the file server fails, not the launcher
+            self._seen = None  # a failure of the file server, not of the launcher
         now = time.monotonic()
         if touched is not None and (self._seen is None or touched != self._seen[0]):
             self._seen = (touched, now)
@@ -158,7 +158,7 @@ class LauncherWatch:
 
 
 def exit_with_children(exit_code: int) -> None:
-    """Kill all child processes and exit immediately, whatever the main thread does."""
+    """Kill all child processes and exit immediately, without waiting for the main thread."""
     for process in psutil.Process().children(recursive=True):
         try:
             process.send_signal(signal.SIGKILL)
@@ -174,17 +174,17 @@ def _is_closed(descriptor: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def _process_above(environment: Mapping[str, str]) -> ProcessMark | None:
-    """Return the process of srun, mpirun, torchrun or DeepSpeed's launcher above a rank; None without these."""
+def _find_starter(environment: Mapping[str, str]) -> ProcessMark | None:
+    """Return the process of srun, mpirun, torchrun or DeepSpeed's launcher that started this rank; None without one."""
     if any(name in environment for name in DAEMON_VARIABLES):
         try:
             daemons = [process for process in psutil.Process().parents() if process.name().startswith(DAEMONS)]
         except psutil.Error:
             return None
         if daemons:
-            return ProcessMark.of(daemons[0].pid)
+            return ProcessMark.read(daemons[0].pid)
     if any(name in environment for name in PARENT_VARIABLES):
-        return ProcessMark.of(os.getppid())
+        return ProcessMark.read(os.getppid())
     return None
 
 

@@ -1,8 +1,8 @@
-"""Files on object stores (s3://, gs://, hf:// and others, by fsspec), each with a copy on this machine.
+"""Copy files from and to object stores (s3://, gs://, hf:// and others, through fsspec).
 
-A run with such an `output_dir` works in the copy: `fetch_run` brings what the store has, `upload_run` makes the store
-equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and deleted first, so that resuming
-skips a checkpoint with an interrupted upload, as on a disk.
+A run with such an `output_dir` works in a local copy: `fetch_run` downloads checkpoints that the copy lacks, and
+`upload_run` makes the store equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and
+deleted first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
 """
 
 import json
@@ -18,14 +18,14 @@ from trainer.config.paths import is_remote, local_copy, remote_url
 
 LAST = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
-_ONLY_HERE = re.compile(r"\.|logs$|lock|abandoned")
+_LOCAL_ONLY = re.compile(r"\.|logs$|lock|abandoned")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 
 
 @contextmanager
 def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL, and the path in it; every error is a UserError with `named` or the URL."""
+    """Yield the file system and path of a URL; convert errors to UserErrors that begin with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -37,7 +37,7 @@ def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
     except ImportError:
         package = PACKAGES.get(scheme, f"fsspec's package for {scheme}")
         raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
-    except Exception as error:  # each store has its own
+    except Exception as error:  # every store raises its own
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
         fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
         reason = f"{type(error).__name__}: {str(error)[:200]}"
@@ -48,39 +48,39 @@ def _is_not_last(name: str) -> bool:
     return not name.endswith(LAST)
 
 
-def _list(system: Any, root: str) -> dict[str, Any]:
-    """Return the entries of files by name below `root`, empty for a file; names that lead elsewhere are left out."""
+def _list_files(system: Any, root: str) -> dict[str, Any]:
+    """Return file name -> entry below `root` (name "" if it is a file), without names that leave `root`."""
     found = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
     return {name: entry for name, entry in found.items() if ".." not in name.split("/")}
 
 
-def _get(system: Any, root: str, names: Iterable[str], target: Path) -> None:
+def _download(system: Any, root: str, names: Iterable[str], target: Path) -> None:
     for name in sorted(names, key=_is_not_last, reverse=True):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         system.get_file(f"{root}/{name}" if name else root, str(target / name))
 
 
 def fetch_data(url: str, named: str) -> Path:
-    """Return the copy of a file or folder, downloaded again if anything changed; raises UserError if it is missing."""
+    """Return a local copy of a file or folder, downloaded again after any change. Raises UserError if it is missing."""
     target = local_copy(url)
     record = target.with_name(f".{target.name}.versions")
     with store(url, named) as (system, root):
-        files = _list(system, root)
+        files = _list_files(system, root)
         if not files:
             raise UserError(f"{named}: no such file or folder; check its name")
         versions = {name: str([entry.get(key) for key in VERSION]) for name, entry in files.items()}
         known = find_json(record, dict[str, str], {})
         if versions != known or not target.exists():
             record.unlink(missing_ok=True)
-            _get(system, root, files, target)
-            for gone in known.keys() - files.keys():
-                (target / gone).unlink(missing_ok=True)
+            _download(system, root, files, target)
+            for removed in known.keys() - files.keys():
+                (target / removed).unlink(missing_ok=True)
             record.write_text(json.dumps(versions), encoding="utf-8")
     return target
 
 
 def open_run(text: str) -> Path:
-    """Return the folder of a run or checkpoint that a command names, after fetching it if it is on a store."""
+    """Return the folder of a run or checkpoint, after fetching it if it is on a store."""
     if not is_remote(text):
         return Path(text)
     folder = local_copy(text)
@@ -89,45 +89,45 @@ def open_run(text: str) -> Path:
 
 
 def _split(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Return the first folder of each name, and the checkpoints that are complete."""
-    folders = {name: name.partition("/")[0] for name in names}
-    return folders, {at for name, at in folders.items() if CHECKPOINT.fullmatch(at) and name == f"{at}/{LAST}"}
+    """Return the top folder of each name, and the complete checkpoints."""
+    tops = {name: name.partition("/")[0] for name in names}
+    return tops, {top for name, top in tops.items() if CHECKPOINT.fullmatch(top) and name == f"{top}/{LAST}"}
 
 
-def _names_here(run_dir: Path) -> list[str]:
+def _list_local_files(run_dir: Path) -> list[str]:
     return [path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()]
 
 
-def _newest(checkpoints: set[str]) -> int:
+def _find_newest_step(checkpoints: set[str]) -> int:
     return max((int(name.rpartition("-")[2]) for name in checkpoints), default=-1)
 
 
 def fetch_run(run_dir: Path) -> None:
-    """Bring the checkpoints that the copy of a run lacks, and its other files if the store has a newer checkpoint."""
+    """Download the checkpoints that a copy lacks, and its other files if the store has a newer checkpoint."""
     if (url := remote_url(run_dir)) is None:
         return
     with store(url, f"output_dir={url}") as (system, root):
-        (there, stored), (_, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
-        is_newer = _newest(stored) > _newest(ours) or not (run_dir / "run.json").exists()
-        wanted = stored - ours
-        names = (name for name, at in there.items() if at in wanted or (is_newer and not CHECKPOINT.match(at)))
-        _get(system, root, names, run_dir)
+        (remote, stored), (_, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
+        is_newer = _find_newest_step(stored) > _find_newest_step(copied) or not (run_dir / "run.json").exists()
+        missing = stored - copied
+        names = (name for name, top in remote.items() if top in missing or (is_newer and not CHECKPOINT.match(top)))
+        _download(system, root, names, run_dir)
 
 
 def upload_run(run_dir: Path) -> str | None:
-    """Make the store equal to the copy, and return its URL; None if the folder is no copy.
+    """Make the store equal to the copy, and return its URL; None if the folder is not a copy.
 
-    Checkpoints that only the store has are deleted: `fetch_run` brought them before this run kept, moved or deleted
-    them here.
+    Deletes checkpoints that only the store has: this run fetched them, and has moved or deleted its copies.
     """
     if (url := remote_url(run_dir)) is None:
         return None
     with store(url) as (system, root):
-        (there, stored), (here, ours) = _split(_list(system, root)), _split(_names_here(run_dir))
-        for name in sorted(there, key=_is_not_last):
-            if CHECKPOINT.fullmatch(there[name]) and there[name] not in ours:
+        (remote, stored), (local, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
+        for name in sorted(remote, key=_is_not_last):
+            if CHECKPOINT.fullmatch(remote[name]) and remote[name] not in copied:
                 system.rm_file(f"{root}/{name}")
-        for name in sorted(here, key=_is_not_last, reverse=True):
-            if here[name] in ours - stored or not (CHECKPOINT.match(here[name]) or _ONLY_HERE.match(here[name])):
+        for name in sorted(local, key=_is_not_last, reverse=True):
+            top = local[name]
+            if top in copied - stored or not (CHECKPOINT.match(top) or _LOCAL_ONLY.match(top)):
                 system.put_file(str(run_dir / name), f"{root}/{name}")
     return url

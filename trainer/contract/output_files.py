@@ -1,4 +1,4 @@
-"""Checks that an output file can be written, made before the work; messages for writes that a disk refused."""
+"""Check that an output file can be written before computing it, and describe errors of disks."""
 
 import errno
 import os
@@ -13,21 +13,21 @@ from trainer.config import UserError
 from trainer.config.files import find_json, read_bytes
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the number only in their message
+_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers only have the number in their message
 
 
 def check_output_file(path: Path, named: str) -> None:
-    """Raise UserError, which starts with `named`, if no file can be written at `path`."""
+    """Raise UserError, with a message that begins with `named`, if no file can be written at `path`."""
     folder = path.absolute().parent
     try:
         if path.is_dir():
             raise UserError(f"{named}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")
-        if path.exists() and not path.is_file():  # it would be replaced: a rename does not write into it
+        if path.exists() and not path.is_file():  # the final rename would replace it
             raise UserError(f"{named}: is a device or a pipe; use a file")
         if not folder.is_dir():
             raise UserError(f"{named}: its folder does not exist; create it first")
         allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # for example, the name is too long
         raise UserError(f"{named}: {error.strerror}; use another file") from None
     if not allowed:
         raise UserError(f"{named}: no permission to write; use a file in another folder")
@@ -39,20 +39,20 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
     if not path.is_file() or not path.stat().st_size:
         return
     if not keys <= find_json(path, dict[str, Any], {}).keys():
-        raise UserError(f"{named}: exists with other content; use a new file, or remove it")
+        raise UserError(f"{named}: already exists with other content; use a new file, or remove it")
 
 
 def check_settings_file(path: Path, named: str, *, force: bool) -> None:
-    """Check like `check_output_file`; an existing file is only replaced by `force`, and if zerolora wrote it."""
+    """Check like `check_output_file`; replace an existing file only with `force`, and only if zerolora wrote it."""
     check_output_file(path, named)
     if path.exists() and not force:
         raise UserError(f"{named}: already exists; use another file, or add --force")
     if path.exists() and path.stat().st_size and not read_bytes(path).startswith(b"# zerolora train "):
-        raise UserError(f"{named}: was not written by zerolora, and is not replaced; use another file")
+        raise UserError(f"{named}: was not written by zerolora; use another file, or remove it")
 
 
 def disk_error(error: BaseException) -> str | None:
-    """Return the system's message for a write error of a disk; None for other errors."""
+    """Return the system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _RUST.search(str(error))):
         number = int(found[1])

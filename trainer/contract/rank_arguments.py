@@ -1,7 +1,7 @@
-"""Arguments that the launcher passes to ranks besides settings: the typed command, and when to start.
+"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and when to start.
 
-A prestarted rank imports during the checks and then waits. Its standard input is a socket to the launcher. The first
-rank does the checks and sends CHECKED, or exits with their exit code; the launcher, once it holds the run's folder,
+A prestarted rank imports during the checks and then waits. Its standard input is a socket to the launcher. Rank 0 runs
+the checks and sends CHECKED, or exits with their exit code. Once the launcher holds the lock of the run's folder, it
 sends every rank a StartMessage.
 """
 
@@ -15,39 +15,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TYPED = "--typed"
-"""Carries the command typed by the user, for the run's record and for resuming."""
+"""Option with the command typed by the user, for the run's record and for resuming."""
 RESUME = "training.resume_from_checkpoint"
-HELD = "--held"
-"""Marks a prestarted rank; follows the configuration and its overrides, the only arguments known so early."""
+PRESTARTED = "--prestarted"
+"""Marks a prestarted rank, which only has the configuration and its overrides as arguments."""
 CHECKED = b"checked\n"
 
 
 def encode_command(argv: Sequence[str]) -> str:
-    """Encode a command as a single argument that needs no quoting in shells of other hosts."""
+    """Encode a command as a single argument that needs no quoting in a shell."""
     return f"{TYPED}={base64.urlsafe_b64encode(json.dumps(list(argv)).encode()).decode().rstrip('=')}"
 
 
-def command_typed(argv: Sequence[str]) -> list[str]:
+def get_typed_command(argv: Sequence[str]) -> list[str]:
     """Return the command typed by the user: from the launcher's argument, else `argv` itself."""
     typed = list(argv)
     for word in argv:
         if word.startswith(f"{TYPED}="):
-            coded = word.partition("=")[2]
-            typed = json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4)))
+            encoded = word.partition("=")[2]
+            typed = json.loads(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
     return [Path(typed[0]).name, *typed[1:]]
 
 
 def resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
     """Return the command that resumes this run, which may have started by overwriting an earlier one.
 
-    Ranks started by another launcher do not know its command; for them, only the settings to add are named.
+    Ranks started by another launcher do not know its command, so that this returns only the settings to add.
     """
-    program, *words = command_typed(argv)
+    program, *words = get_typed_command(argv)
     settings = [f"{RESUME}=latest", *["output.overwrite=false"] * overwrites]
     if program not in ("zerolora", "cli.py"):
         return f"the same command and {' '.join(settings)}"
-    kept = [word for word in words if not word.startswith((f"{RESUME}=", "resume_from_checkpoint="))]
-    return shlex.join(["zerolora", *kept, *settings])
+    remaining = [word for word in words if not word.startswith((f"{RESUME}=", "resume_from_checkpoint="))]
+    return shlex.join(["zerolora", *remaining, *settings])
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StartMessage:
     """File for its output until it opens its own log."""
 
     def send(self, channel: socket.socket) -> None:
-        """Start the rank at the other end; a rank that has exited is ignored, as its parent will notice."""
+        """Start the rank at the other end; ignore a rank that has exited, which its parent detects."""
         try:
             channel.sendall(json.dumps(asdict(self)).encode() + b"\n")
         except OSError:
@@ -69,14 +69,14 @@ class StartMessage:
 
     @classmethod
     def wait(cls, channel: socket.socket) -> "StartMessage | None":
-        """Block until this rank is started; None if its launcher has exited."""
+        """Wait for the message; return None if the launcher has exited."""
         with channel, channel.makefile("rb") as lines:
             line = lines.readline()
         return cls(**json.loads(line)) if line.endswith(b"\n") else None
 
 
-def take_channel() -> socket.socket:
-    """Return this process's end of the socket, and replace standard input by /dev/null."""
+def open_channel() -> socket.socket:
+    """Return this process's end of the socket, and replace standard input with /dev/null."""
     channel = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

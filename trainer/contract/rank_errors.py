@@ -1,4 +1,4 @@
-"""Why ranks ended, in their own words: logs/error-N.json, written by rank N before it exits and read by the launcher.
+"""Errors of ranks: rank N writes logs/error-N.json before it exits, and the launcher reads it.
 
 A rank without such a file was killed, or failed before it knew the run's folder; its log then has a traceback, if any.
 """
@@ -22,21 +22,21 @@ class RankError:
 
     rank: Count
     text: str
-    """Of a user error its message, of any other `type: message`."""
+    """The message of a user error; `type: message` of other errors."""
     is_user_error: bool = False
-    """Whether the message says what to change: a restart would end the same way."""
+    """Whether the user must change something, so that a restart would fail in the same way."""
     is_consequence: bool = False
-    """Whether another rank has caused it."""
+    """Whether another rank caused the error."""
 
     @classmethod
-    def of(cls, rank: int, error: Exception) -> "RankError":
-        """Describe an exception."""
-        is_mistake = isinstance(error, UserError)
-        text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
-        return cls(rank, text, is_mistake, isinstance(error, OtherRankFailed))
+    def from_exception(cls, rank: int, error: Exception) -> "RankError":
+        """Convert an exception."""
+        is_user_error = isinstance(error, UserError)
+        text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        return cls(rank, text, is_user_error, isinstance(error, OtherRankFailed))
 
     def write(self, logs: Path) -> None:
-        """Write the file; a full disk or a lost folder is ignored, as the error is also in the log."""
+        """Write the file; ignore errors of the disk, because the log also has the error."""
         with suppress(OSError):
             write_json(logs / f"error-{self.rank}.json", asdict(self))
 

@@ -1,4 +1,4 @@
-"""The rank of a process, from the environment variables of its launcher; host names and ports of a run.
+"""Read the rank of a process from the variables of its launcher; choose host names and ports of a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|
@@ -7,8 +7,8 @@
 | mpirun of MPICH and Intel MPI (PMI)  | PMI_RANK             | PMI_SIZE              | MPI_LOCALRANKID            |
 | srun                                 | SLURM_PROCID         | SLURM_STEP_NUM_TASKS  | SLURM_LOCALID              |
 
-The first complete row counts: with `mpirun` in a SLURM job, the variables of srun are those of Open MPI's daemon.
-SLURM_NTASKS is not used, because a batch script, which is not a rank, also has it, with SLURM_PROCID=0.
+The first complete row applies: with `mpirun` in a SLURM job, the variables of srun belong to Open MPI's daemon.
+SLURM_NTASKS is not used, because a batch script also has it, with SLURM_PROCID=0, but is not a rank.
 """
 
 import os
@@ -28,10 +28,10 @@ FAMILIES = {
     SRUN: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 FIRST_PORT, PORTS = 10_000, 20_000
-"""Ports of the ranks, between those of services and those of outgoing connections (32768 and up)."""
+"""Range of rendezvous ports, above those of services and below those of outgoing connections (from 32768)."""
 
 
-def read_place(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
+def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
     """Return (launcher, rank, number of ranks, rank on this host), or (None, 0, 1, 0) without a launcher.
 
     Raises ValueError for inconsistent variables.
@@ -71,10 +71,10 @@ def random_port() -> int:
 
 
 def free_port() -> int:
-    """Return a free port that no outgoing connection can take. Raises UserError after 100 attempts."""
+    """Return a free port outside the range of outgoing connections. Raises UserError after 100 attempts."""
     for _ in range(100):
         port = random_port()
-        with socket.socket() as listener, suppress(OSError):  # taken: try another
+        with socket.socket() as listener, suppress(OSError):  # the port is taken
             listener.bind(("", port))
             return port
     raise UserError(
@@ -82,22 +82,23 @@ def free_port() -> int:
     )
 
 
-def check_free(port: int) -> None:
-    """Raise UserError if a port of this host, chosen by the user, is taken."""
+def find_port_problem(port: int) -> str:
+    """Return the reason why a port of this host cannot be used; empty if it is free."""
     with socket.socket() as listener:
-        # Like the ranks' store, so that a recently used port can be used again.
+        # As the ranks' store does, so that a recently used port can be reused.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
-            raise UserError(port_taken_message(port, error.strerror or str(error))) from None
+            return error.strerror or str(error)
+    return ""
 
 
 def port_taken_message(port: int, reason: str, host: str = "this host") -> str:
     """Return the error message for a taken rendezvous port."""
-    return f"--master-port {port}: not free on {host} ({reason}); choose another one, or omit the option"
+    return f"--master-port {port}: not free on {host} ({reason}); use another port, or omit the option"
 
 
 def job_port(job_id: int) -> int:
-    """Return the port of a SLURM job, the same on every node and different for jobs on the same node."""
+    """Return the rendezvous port of a SLURM job, the same on every node, and different for recent jobs."""
     return FIRST_PORT + job_id % PORTS

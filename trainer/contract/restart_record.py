@@ -1,6 +1,6 @@
-"""Restarts: the note of a rank that ran out of memory, and the launcher's record, OUTPUT_DIR/logs/restarts.json.
+"""Restart notes of ranks that ran out of memory, and the launcher's record of restarts, logs/restarts.json.
 
-The note asks for a restart with a smaller micro-batch; the launcher chooses the checkpoint to resume from
+A note requests a restart with a smaller micro-batch. The launcher chooses the checkpoint to resume from
 (launcher/supervision/restarts.py).
 """
 
@@ -29,7 +29,7 @@ class RestartNote:
     stage: Count
 
     def write(self, logs: Path) -> None:
-        """Write the note; ranks that fail together write the same."""
+        """Write the note; ranks that fail in the same step write the same content."""
         logs.mkdir(parents=True, exist_ok=True)
         write_json(logs / _NOTE_FILE, asdict(self))
 
@@ -40,7 +40,7 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read and remove the note; None if there is none. Raises UnreadableFile."""
+        """Read and remove the note; return None if it does not exist. Raises UnreadableFile."""
         try:
             note: RestartNote = read_json(logs / _NOTE_FILE, cls)
         except FileNotFoundError:
@@ -60,12 +60,12 @@ class RestartNote:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart: why the ranks had stopped, and where they resumed."""
+    """A restart: why the ranks ended, and where they resumed."""
 
     time: float
     """Seconds since 1970."""
     reason: str
-    """As printed: "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
+    """As reported: "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
     step: Count
     """The last step that was started; 0 before the first."""
     checkpoint: str
@@ -75,28 +75,28 @@ class Restart:
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
-    """Return all restarts of a run in order; none if the record cannot be read."""
+    """Return the restarts of a run in order; an empty list if the record cannot be read."""
     restarts: list[Restart] = find_json(run_dir / "logs" / _FILE, list[Restart], [])
     return restarts
 
 
-def note_restart(run_dir: Path, restart: Restart) -> None:
+def record_restart(run_dir: Path, restart: Restart) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_json(run_dir / "logs" / _FILE, [asdict(entry) for entry in (*read_restarts(run_dir), restart)])
 
 
-def forget_restarts(run_dir: Path) -> None:
+def delete_restarts(run_dir: Path) -> None:
     """Delete the record, for a run that starts from scratch."""
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)
 
 
 def complete_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return the complete checkpoints of the run, or of its adapters, with their times in nanoseconds."""
+    """Return complete checkpoint -> its time in nanoseconds, for the run or all of its adapters."""
     has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
     folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
-    named = {name: marker for name, marker in folders.items() if _NUMBERED.fullmatch(marker.parent.name)}
-    return {name: marker.stat().st_mtime_ns for name, marker in named.items()}
+    numbered = {name: marker for name, marker in folders.items() if _NUMBERED.fullmatch(marker.parent.name)}
+    return {name: marker.stat().st_mtime_ns for name, marker in numbered.items()}
 
 
 def newest_checkpoint(names: Iterable[str]) -> str:

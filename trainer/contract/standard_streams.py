@@ -1,4 +1,4 @@
-"""Standard streams of a process with a terminal that may be closed or full."""
+"""Standard streams that tolerate a closed terminal or a full disk, and the progress line."""
 
 import io
 import os
@@ -10,17 +10,17 @@ from typing import Any, TextIO
 class Progress:
     """A progress line on a terminal, such as `importing ...`, until a command prints its output.
 
-    The streams of this module and of launcher/entry.py clear it. A pipe or file gets only what is shown `on_pipe`.
+    The streams of this module and of launcher/entry.py clear it. A pipe or file only gets text shown with `on_pipe`.
     """
 
     def __init__(self) -> None:
         self._is_shown = False
 
     def show(self, text: str, *, on_pipe: bool = False) -> None:
-        """Show `text` instead of the previous text."""
+        """Replace the progress line by `text`."""
         if os.environ.get("TERM") != "dumb" and os.isatty(2):
-            room = shutil.get_terminal_size().columns - 5
-            self._write("".join(filter(str.isprintable, text))[:room] + " ...")
+            width = shutil.get_terminal_size().columns - 5
+            self._write("".join(filter(str.isprintable, text))[:width] + " ...")
             self._is_shown = True
         elif on_pipe:
             with suppress(OSError):
@@ -66,4 +66,4 @@ def open_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, mode)  # gets the lowest free number
+            os.open(os.devnull, mode)  # gets the lowest free descriptor

@@ -1,6 +1,6 @@
 """Write small files atomically: to a temporary file in the same folder, which is synced and renamed.
 
-If the process is killed or the host loses power, the old file is kept.
+The old file stays intact if the process is killed or the host loses power.
 """
 
 import errno
@@ -32,12 +32,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically; raises ValueError for NaN and infinity, which other readers reject."""
+    """Write JSON atomically. Raises ValueError for NaN and infinity, which are not valid JSON."""
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def apply_umask(path: Path) -> None:
-    """Set the default mode on a file, or all files below a folder; safetensors and mkdtemp make files private."""
+    """Set the default mode on a file, or on all files below a folder; safetensors and mkdtemp create private files."""
     folder = path if path.is_dir() else path.parent
     probe = folder / f".mode.{os.getpid()}"
     probe.touch()
@@ -49,11 +49,11 @@ def apply_umask(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk, so that a rename survives a power failure."""
+    """Sync a file, or the entries of a folder, to disk, so that a rename survives a power failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
-        return  # a parent folder that may be traversed but not read was not created by this run
+        return  # this run did not create the folder
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Start and end a rank: settings, data, lock, watchdog, exit code; the run of several adapters."""
+"""Start and end a rank: settings, data, lock, watchdog and exit code; train several adapters in one run."""

@@ -1,7 +1,7 @@
-"""Several adapters on one base (`adapters`): each is a `Run` with its own data, loop and folder, in common passes.
+"""Train several adapters on one base (`adapters`): each is a `Run` with its own data, loop and folder, in joint passes.
 
-A step of all adapters is one step of each, with the gradient, the clipping, the schedule and the random numbers of a
-run alone. Every folder is that of a run alone as well: an adapter may resume without the others, or with new ones.
+A joint step is one step of each adapter, with the same gradient, clipping, schedule and random numbers as in a separate
+run. Its folder is also that of a separate run: an adapter may resume without the others, or with new ones.
 """
 
 import copy
@@ -50,14 +50,14 @@ SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp"
 
 
 class AdapterEngine:
-    """The engine as one adapter sees it: its own part of the optimizer, and its own counts."""
+    """The engine for one adapter: with only its parameter group of the optimizer, and its own step counts."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
-        own: Any = copy.copy(engine.basic_optimizer)
-        own.param_groups = [engine.basic_optimizer.param_groups[number]]
-        own._opt_called = True  # torch's schedules warn without an update before their first step
-        self.basic_optimizer: torch.optim.Optimizer = own
+        optimizer: Any = copy.copy(engine.basic_optimizer)
+        optimizer.param_groups = [engine.basic_optimizer.param_groups[number]]
+        optimizer._opt_called = True  # torch's schedules warn unless an update precedes their first step
+        self.basic_optimizer: torch.optim.Optimizer = optimizer
         self.skipped_steps = self.global_steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -69,18 +69,18 @@ class AdapterEngine:
 
 @dataclass
 class _Member:
-    """One adapter: its run, and its state among the others."""
+    """One adapter, with its run and state."""
 
     run: Run
     number: int
     adapter: str
     """Its name in the model."""
-    is_over: bool = False
+    has_finished: bool = False
     failure: FloatingPointError | None = None
 
 
 class JointRun:
-    """Trains the adapters of a run in common passes, on one rank."""
+    """Trains the adapters of a run in joint passes; every rank has one."""
 
     def __init__(
         self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
@@ -93,9 +93,9 @@ class JointRun:
         self._folder = Path(self.config.output_dir)
         self._console = console
         self.runs: list[Run] = []
-        for config, own in zip(self.config.runs, prepared.adapters, strict=True):
+        for config, data in zip(self.config.runs, prepared.adapters, strict=True):
             quiet = apply_changes(config, {"logging.progress": "off"})
-            run = Run(LoadedConfig(quiet, ()), own, ranks, console, stop, lock, verbose=verbose)
+            run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
             run.say = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
             self.runs.append(run)
 
@@ -104,11 +104,11 @@ class JointRun:
         self._join()
         for run in self.runs:
             run.find_checkpoint()
-        lead, own_builder = self.runs[0], self.runs[0].builder
-        lead.builder = self._builder
-        engine = lead._start_engine(lead._build_model())
-        lead.builder = own_builder
-        self._engine, self._loss = engine, lead.loss
+        first, builder = self.runs[0], self.runs[0].builder
+        first.builder = self._builder
+        engine = first._start_engine(first._build_model())
+        first.builder = builder
+        self._engine, self._loss = engine, first.loss
         assert self._builder.guard is not None and isinstance(self._loss, TokenLoss)
         self._guard = self._builder.guard
         choice = find_choice(engine.module)
@@ -119,12 +119,12 @@ class JointRun:
         ]
         self._record({})
         for member in self._members:
-            run, own = member.run, AdapterEngine(engine, member.number)
-            run.loss, run.resident = self._loss, lead.resident
-            run.task.flat_packs = lead.task.flat_packs
+            run, adapter_engine = member.run, AdapterEngine(engine, member.number)
+            run.loss, run.resident = self._loss, first.resident
+            run.task.flat_packs = first.task.flat_packs
             with choice.only(member.adapter):
-                run.begin(own)
-                run.folder.adapter_form(own)
+                run.begin(adapter_engine)
+                run.folder.adapter_form(adapter_engine)
         progress = self.config.logging.progress if self._ranks.is_main else "off"
         self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
         self._train_steps()
@@ -132,7 +132,7 @@ class JointRun:
         engine.destroy()
         for member in self._members:
             if member.failure is None:
-                member.run.say.is_starting = not self._verbose  # a table of all follows
+                member.run.say.is_starting = not self._verbose  # `_report` prints a table of all adapters
                 member.run.finish()
             else:
                 member.run.close()
@@ -148,26 +148,26 @@ class JointRun:
         device = ranks.device()
         join_ranks(config, self._notes, ranks, self._lock, self.say)
         precision = resolve_precision(config.training.precision, device)
-        own = []
+        configs = []
         for run in self.runs:
             samples, data_ranks = count_samples(run.prepared), config.data_ranks(ranks.world_size)
             resolved = resolve_global_batch(run.config, samples, data_ranks)
-            own.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
-        steps = {each.training.gradient_accumulation_steps for each in own}
+            configs.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
+        steps = {each.training.gradient_accumulation_steps for each in configs}
         if len(steps) > 1:
             raise UserError(
-                f"training.global_batch_size: gives adapters {' and '.join(map(str, sorted(steps)))} micro-steps in a "
-                "step; set training.gradient_accumulation_steps for all, and batch_size for each"
+                f"training.global_batch_size: gives adapters {' and '.join(map(str, sorted(steps)))} micro-steps per "
+                "step; set training.gradient_accumulation_steps for all adapters, and batch_size for each"
             )
         kind = kind_of(config)
-        longest = max(self.runs, key=lambda run: _longest(run.prepared))
-        whole = combine_adapters(config, own, on_gpu=device.type == "cuda")
-        memory = plan_memory(kind.planner, whole, longest.prepared, ranks, device, precision)
+        longest = max(self.runs, key=lambda run: _find_max_length(run.prepared))
+        combined = combine_adapters(config, configs, on_gpu=device.type == "cuda")
+        memory = plan_memory(kind.planner, combined, longest.prepared, ranks, device, precision)
         for note in memory.notes:
             self.say(note)
         decided = memory.config
         shared = {f"training.{name}": getattr(decided.training, name) for name in SHARED}
-        for run, resolved in zip(self.runs, own, strict=True):
+        for run, resolved in zip(self.runs, configs, strict=True):
             run.config = apply_changes(resolved, shared | {"zero": decided.zero})
             run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
             run.task, run.total_steps = define_task(run.config, run.config, run.prepared, ranks, precision, run.say)
@@ -183,7 +183,7 @@ class JointRun:
         self._engine.train()
         try:
             with exclude_from_garbage_collection():
-                while active := self._active():
+                while active := self._find_active_members():
                     self._step(active, hooks)
         except UserError as error:
             for member in self._unfinished():
@@ -192,30 +192,30 @@ class JointRun:
             raise
         stopped = self._unfinished()
         for member in stopped:
-            self._for(member, Loop.end)
+            self._call_loop(member, Loop.end)
         self._stop.agree()
         for member in stopped:
             member.run.end(stopped=True)
         self._stop.saved = True
 
     def _unfinished(self) -> list[_Member]:
-        return [member for member in self._members if not member.is_over and member.failure is None]
+        return [member for member in self._members if not member.has_finished and member.failure is None]
 
-    def _active(self) -> list[_Member]:
-        """Save the result of the adapters that have had their last step, and return those with a next one."""
+    def _find_active_members(self) -> list[_Member]:
+        """Finish the adapters that have completed their last step, and return those with a next step."""
         for member in self._unfinished():
             if member.run.loop.is_done:
-                self._for(member, Loop.end)
+                self._call_loop(member, Loop.end)
                 if member.failure is None:
                     with self._choice.only(member.adapter):
                         member.run.end(stopped=False)
                     self._engine.train()
-                    self._leave(member)
+                    self._deactivate(member)
                     self._record({member.number: 0})
         return [member for member in self._unfinished() if member.run.loop.continues]
 
     def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
-        """Run a common step, and what follows it for each adapter."""
+        """Run a joint step, then let each adapter process its results."""
         first = active[0].run
         for member in active:
             member.run.loop.before_step()
@@ -224,12 +224,12 @@ class JointRun:
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
         for hook in hooks:
             hook.after_launch(step)
-        for member, one, used in zip(active, launched, consumed, strict=True):
-            self._for(member, partial(Loop.follow, launched=one, consumed=used))
-            self._for(member, Loop.after_step)
-        # The mean loss; the values of each are in its metrics.
-        found = [member.run.loop.latest for member in active]
-        losses = [each.loss for each in found if each is not None]
+        for member, step_in_flight, samples in zip(active, launched, consumed, strict=True):
+            self._call_loop(member, partial(Loop.follow, launched=step_in_flight, consumed=samples))
+            self._call_loop(member, Loop.after_step)
+        # Show the mean loss; each adapter's metrics have its own.
+        latest = [member.run.loop.latest for member in active]
+        losses = [each.loss for each in latest if each is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
         for hook in hooks:
             hook.after_step(FinishedStep(step, loss, math.nan, 0.0, is_logged=True))
@@ -237,8 +237,8 @@ class JointRun:
         if step % self.config.training.logging_steps == 0:
             self._display.print_line(step, {"train/loss": loss})
 
-    def _for(self, member: _Member, call: Callable[[Loop], object]) -> None:
-        """Call a method of an adapter's loop; one that is not finite fails alone."""
+    def _call_loop(self, member: _Member, call: Callable[[Loop], object]) -> None:
+        """Call a method of an adapter's loop; if its loss is not finite, only this adapter fails."""
         if member.failure is not None:
             return
         try:
@@ -246,21 +246,21 @@ class JointRun:
                 call(member.run.loop)
         except FloatingPointError as error:
             member.failure = error
-            self._leave(member)
+            self._deactivate(member)
             self._record({member.number: 1})
             member.run.say(f"[red]failed:[/red] {escape(str(error))}; the other adapters continue")
 
-    def _leave(self, member: _Member) -> None:
-        member.is_over = member.failure is None
+    def _deactivate(self, member: _Member) -> None:
+        member.has_finished = member.failure is None
         self._guard.waiting.add(member.number)
 
     def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
-        """Run a common step of these adapters; also returns the samples of all ranks that each used."""
+        """Launch a joint step; return, for each adapter, the step and the number of samples consumed on all ranks."""
         ranks, device, engine = self._ranks, self._engine.device, self._engine
         fetched = [member.run.loop.fetch() for member in active]
-        batches: list[Sequence[MicroBatch]] = [found for found, _ in fetched]
-        wants = [[bool(self._stop), member.run.loop.wants_save()] for member in active]
-        counts = _count(batches, wants, ranks, device)
+        batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
+        requests = [[bool(self._stop), member.run.loop.wants_save()] for member in active]
+        counts = _count_targets(batches, requests, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
         sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
@@ -268,11 +268,11 @@ class JointRun:
             is_last = index == micro_steps - 1
             self._micro_step(active, [each[index] for each in batches], scales, sums, micro_steps if is_last else 0)
             if is_last:
-                own = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
-                sums[:, 1] = own
+                nonfinite = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
+                sums[:, 1] = nonfinite
                 sum_over_ranks(sums)
                 for member in active:
-                    self._for(member, Loop.before_update)
+                    self._call_loop(member, Loop.before_update)
             with phase("optimizer step"):
                 engine.step()
         self._guard.check()
@@ -282,17 +282,17 @@ class JointRun:
             if (steering := member.run.steering) is not None:
                 step = member.run.position.step + 1
                 steering.observe(step, sums[number, 0], counts[number, 0], sums[number, 2], applied[number])
-        columns = [sums[:, 0], norms, applied.double(), sums[:, 1], own.double()]
+        columns = [sums[:, 0], norms, applied.double(), sums[:, 1], nonfinite.double()]
         numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
-        return [StepInFlight(row) for row in numbers], [used for _, used in fetched]
+        return [StepInFlight(row) for row in numbers], [samples for _, samples in fetched]
 
     def _micro_step(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
         penalized: int,
     ) -> None:  # fmt: skip
-        """Run forward and backward pass of all adapters' rows, and add the loss of each to `sums`.
+        """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
 
-        `penalized` is the number of micro-steps in the last one, to which the penalties of the SCU are added.
+        `penalized` is the number of micro-steps if this is the last one, which adds the penalties of the SCU, else 0.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
@@ -306,9 +306,9 @@ class JointRun:
             losses = self._loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
-            waiting = set(range(len(flat.buffers))) - {member.number for member in active}
-            # Every buffer has a gradient on every rank, also that of an adapter that waits.
-            total = total + sum(flat.buffers[number].narrow(0, 0, 0).sum() for number in waiting)
+            inactive = set(range(len(flat.buffers))) - {member.number for member in active}
+            # Every buffer has a gradient on every rank, including those of inactive adapters.
+            total = total + sum(flat.buffers[number].narrow(0, 0, 0).sum() for number in inactive)
             for number, member in enumerate(active):
                 if penalized and (steering := member.run.steering) is not None:
                     total = total + steering.penalty(member.run.position.step + 1) * penalized
@@ -317,13 +317,13 @@ class JointRun:
                 engine.backward(total)
 
     def _record(self, codes: dict[int, int]) -> None:
-        """Record the folders and exit codes of the adapters, for `zerolora sweep --table`."""
+        """Record the folders and exit codes of adapters for `zerolora sweep --table`; of all if `codes` is empty."""
         if not self._ranks.is_main:
             return
         if self._lock is not None:
             self._lock.check()
         self._folder.mkdir(parents=True, exist_ok=True)
-        known = {run.folder: run for run in read_sweep(self._folder)}  # by `zerolora sweep --together`
+        known = {run.folder: run for run in read_sweep(self._folder)}  # written by `zerolora sweep --together`
         for number, run in enumerate(self.runs):
             if number in codes or not codes:
                 folder = str(Path(run.config.output_dir).absolute())
@@ -344,18 +344,18 @@ class JointRun:
             )
 
 
-def _count(
-    batches: Sequence[Sequence[MicroBatch]], wants: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
+def _count_targets(
+    batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return [N, 5] over all ranks: weight of the targets, targets, tokens, stops and saves of each adapter."""
+    """Return [N, 5], summed over ranks: target weight, targets, tokens, requests to stop, and to save, per adapter."""
     rows = []
-    for own, wanted in zip(batches, wants, strict=True):
-        sizes = [(each.target_weight, each.target_count, each.tokens) for each in own]
-        rows.append([*map(sum, zip(*sizes, strict=True)), *wanted])
+    for micro_batches, requested in zip(batches, requests, strict=True):
+        sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]
+        rows.append([*map(sum, zip(*sizes, strict=True)), *requested])
     counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _longest(prepared: Prepared) -> int:
+def _find_max_length(prepared: Prepared) -> int:
     train = prepared.data.train
     return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0

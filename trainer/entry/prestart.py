@@ -1,7 +1,7 @@
-"""A rank that is started before the checks are done (trainer/contract/rank_arguments.py), until its start message.
+"""Run a rank that starts before the checks (trainer/contract/rank_arguments.py), until its start message.
 
-It imports the libraries. The first rank checks the run and prepares the data, on the user's terminal; the results are
-reused for training. The others read the model's files. Nothing is written to the run's folder.
+Every rank imports the libraries. Rank 0 checks the run and prepares the data; the others read the model's files.
+Training reuses the results. Nothing is written to the run's folder.
 """
 
 import logging
@@ -17,7 +17,7 @@ from types import FrameType
 from trainer.config import UserError, load_config
 from trainer.config.errors import find_path_mistake
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage, take_channel
+from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage, open_channel
 from trainer.contract.standard_streams import forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.entry.rank import main as train
@@ -29,28 +29,28 @@ from trainer.setup.preflight import prepare_to_resume
 
 
 def main(argv: list[str]) -> int:
-    """Import, check on the first rank, wait, train; return the exit code of the rank or of the checks."""
-    channel = take_channel()
-    # The terminal may be closed before the checks are done: `zerolora train c.yaml | head -1`.
+    """Import, run the checks on rank 0, wait, train; return the exit code of the rank or of the checks."""
+    channel = open_channel()
+    # The terminal may be closed during the checks, as in `zerolora train c.yaml | head -1`.
     sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
     with _quiet():
         import_common_modules()
-    config, overrides = argv[0], [word for word in argv[1:] if word != HELD]
-    found: Prepared | None
+    config, overrides = argv[0], [word for word in argv[1:] if word != PRESTARTED]
+    prepared: Prepared | None
     if os.environ["RANK"] == "0":
-        code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
+        code, prepared = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
             return code
         channel.sendall(CHECKED)
     else:
-        found = _read_ahead(config, overrides)
+        prepared = _read_model_files(config, overrides)
     with phase("wait for release"):
         message = StartMessage.wait(channel)
     if message is None:
         return EXIT_FAILED
-    append_output_to(Path(message.log))  # shared by all ranks until each opens its own
+    append_output_to(Path(message.log))  # shared by all ranks until each opens its own log
     sys.argv[1:] = message.arguments  # for the run's record
-    return train(message.arguments, found)
+    return train(message.arguments, prepared)
 
 
 def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
@@ -71,8 +71,8 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _read_ahead(path: str, overrides: list[str]) -> Prepared | None:
-    """Read the model's files; mistakes are reported by the first rank, or by this one when it trains."""
+def _read_model_files(path: str, overrides: list[str]) -> Prepared | None:
+    """Read the model's files; leave errors to rank 0, or to the training of this rank."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
@@ -83,7 +83,7 @@ def _read_ahead(path: str, overrides: list[str]) -> Prepared | None:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Convert signals to exceptions within the block, so that incomplete data is removed."""
+    """Raise SystemExit on signals within the block, so that incomplete data is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(exit_code_after(number))

@@ -1,4 +1,4 @@
-"""The entry of every rank: load the configuration, prepare, train (trainer/run.py), and return an exit code."""
+"""Entry point of every rank: load the configuration, prepare, train (trainer/run.py), and return an exit code."""
 
 import argparse
 import sys
@@ -28,10 +28,10 @@ from trainer.run import Run
 from trainer.setup.preflight import check_folder, prepare
 
 
-def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
+def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int:
     """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
-    Preempted and stopped runs are saved. `found` is what this process has already prepared or read.
+    Preempted and stopped runs are saved. `prepared` is data that this process has already prepared, or model files.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
         ranks = Ranks.from_environment(expected=arguments.world_size)
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
-        # The launcher's console file is in the logs of the run, if this rank may be on another host.
+        # For ranks on other hosts, the console file is in the logs of the run.
         return _refuse(error, ranks, Path(arguments.console).parent if arguments.console else None)
     run_dir = Path(loaded.config.output_dir)
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
-    # A launcher with the lock has secured the folder; otherwise nothing is written before `_lock_folder`.
+    # Nothing is written before the folder is locked, by the launcher or by `_lock_folder`.
     watchdog.writes = watchdog.all_write = arguments.lock is not None
     stop.note_end = watchdog.note_end
     lock = None
@@ -52,11 +52,10 @@ def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
-            if found is not None and found.data is not None:  # before the launcher locked the folder
-                check_folder(loaded.config)
-                prepared = found
+            if prepared is not None and prepared.data is not None:
+                check_folder(loaded.config)  # again, as the launcher has locked it since
             else:
-                prepared = prepare(loaded.config, model_files=found)
+                prepared = prepare(loaded.config, model_files=prepared)
         with phase("join"):
             lock = _lock_folder(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None, found: Prepared | None = None) -> int:
 
 
 def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
-    """Take or join the lock of the run's folder on rank 0; without a launcher's lock the other ranks wait for it."""
+    """Take or join the lock of the run's folder on rank 0; other ranks wait for it unless the launcher holds it."""
     run_dir = Path(config.output_dir)
 
     def take() -> FolderLock:
@@ -80,7 +79,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
             resumes = config.training.resume_from_checkpoint == "auto"
             lock = FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
         if token is None:
-            # Those of an earlier run, which no launcher has removed; the other ranks write theirs later.
+            # Those of an earlier run, which a launcher would have removed; the other ranks write theirs later.
             clear_heartbeats(run_dir / "logs")
         return lock
 
@@ -109,7 +108,7 @@ def _train(
     try:
         run.train()
     except UserError as error:
-        _record(error, loaded.config, ranks, lock)
+        _record_error(error, loaded.config, ranks, lock)
         run.close()
         if arguments.console is None:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
@@ -118,25 +117,25 @@ def _train(
         return error.exit_code
     except Exception as error:  # traceback in the log, a message on the console, exit code 1
         traceback.print_exc()  # into this rank's log
-        _record(error, loaded.config, ranks, lock)
+        _record_error(error, loaded.config, ranks, lock)
         report_to_torchrun(error)
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
-        # The process group is not destroyed: other ranks may wait in a collective that this rank never joins.
+        # Do not destroy the process group: other ranks may wait in a collective that this rank never joins.
         return 1
     leave_process_group(together=bool(stop))
     return stop.exit_code if stop else 0
 
 
-def _record(error: Exception, config: RunConfig, ranks: Ranks, lock: FolderLock | None) -> None:
-    """Tell the launcher why this rank ends, unless another run has taken the folder."""
+def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: FolderLock | None) -> None:
+    """Write the error for the launcher, unless another run has taken over the folder."""
     if lock is None or lock.is_held:
-        RankError.of(ranks.rank, error).write(Path(config.output_dir) / "logs")
+        RankError.from_exception(ranks.rank, error).write(Path(config.output_dir) / "logs")
 
 
 def _refuse(error: UserError, ranks: Ranks, logs: Path | None) -> int:
-    """Print the error on one rank of each host, as a file may be missing on some; return the exit code."""
+    """Print the error on one rank per host, because files may be missing on some hosts; return the exit code."""
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "
         if logs is not None:
@@ -150,9 +149,11 @@ def _refuse(error: UserError, ranks: Ranks, logs: Path | None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="trainer.train", description="Train the run of CONFIG; one process per GPU.")
     parser.add_config()
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=0, help="set by DeepSpeed and torch's launchers"
+    )
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
-    parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
+    parser.add_argument("--lock", help="token of the launcher's lock on the output folder")
     parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")

@@ -31,7 +31,7 @@ from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
+from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
@@ -44,37 +44,37 @@ from trainer.tasks.task import StepLoss, Task
 
 
 class Builder:
-    """Builds model, engine and loss of a run as `decided`; every rank must call its methods."""
+    """Builds the model, engine and loss of a run according to its decisions; every rank must call its methods."""
 
     def __init__(
-        self, config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device, precision: str
+        self, config: RunConfig, decisions: Decisions, task: Task, ranks: Ranks, device: torch.device, precision: str
     ) -> None:
-        self._config, self._decided, self._task, self._ranks, self._device = config, decided, task, ranks, device
+        self._config, self._decisions, self._task, self._ranks, self._device = config, decisions, task, ranks, device
         self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
-        # DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read.
+        # DeepSpeed's configuration; stage 3 partitions the weights with it while they are read.
         self._engine_config = deepspeed_config(
             config.training,
             engine_zero(config),
             precision,
             on_gpu=self._on_gpu,
-            one_gradient=decided.flat.value,
+            one_gradient=decisions.flat.value,
             guarded=bool(config.runs),
         )
         self.guard: AdapterGuard | None = None
-        """Clips and skips the update of each of several adapters, once there is an engine."""
+        """Clips, or skips, the update of each of several adapters; set by `engine`."""
 
     def model(self) -> tuple[Any, list[Any]]:
-        """Build the base model with its adapter; also returns lines for the console, the most important one first.
+        """Build the base model with its adapter; return it with lines for the console, the most important one first.
 
-        The lines warn if the model differs from what was decided.
+        The lines warn if the model does not allow what was decided.
         """
         config, task = self._config, self._task
         shards = self._layer_shards()
         with phase("weights"):
             model = task.load_base(self._dtype, self._engine_config, shards)
         wanted = self._patches(shards)
-        lines = [self._decided.line(), *install_on_base(model, wanted)]
-        # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
+        lines = [self._decisions.line(), *install_on_base(model, wanted)]
+        # The adapter's initialization must not depend on random numbers drawn while loading.
         set_seed(config.seed)
         if config.runs:
             with announce_partitioning(self._engine_config):
@@ -100,37 +100,33 @@ class Builder:
         if (choice := find_choice(model)) is not None:
             for name, run in zip(choice.names, config.runs, strict=True):
                 choice.seed(name, run.seed + self._ranks.rank)
-        return model, [*self._summary(model), *lines]
+        return model, [*self._summarize(model), *lines]
 
     def engine(self, model: Any) -> tuple[Engine, StepLoss]:
-        """Start DeepSpeed's engine around the model and a new optimizer; also returns the model's loss."""
-        config, decided = self._config, self._decided
+        """Start DeepSpeed's engine with the model and a new optimizer; return it with the model's loss."""
+        config, decisions = self._config, self._decisions
         if config.training.torch_compile:
             model.compile()
         offloads = config.zero.offload_optimizer or not self._on_gpu
         flat = None
-        if decided.flat.value:
+        if decisions.flat.value:
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
-        own = [run.training for run in config.runs]
-        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads, adapters=own)
-        loss = self._task.loss(model, fused_head=decided.fused_head.value)
+        adapters = [run.training for run in config.runs]
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads, adapters=adapters)
+        loss = self._task.loss(model, fused_head=decisions.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self._engine_config)
-        limits, on_device = [training.max_grad_norm for training in own], decided.clips_on_device.value
+        limits, on_device = [training.max_grad_norm for training in adapters], decisions.clips_on_device.value
         self.guard = install_on_engine(engine, config.training.max_grad_norm, clips_on_device=on_device, limits=limits)
         if flat is not None:
             flat.repoint()
         with phase("first passes"):
-            self._task.check(engine, loss, varlen=decided.attention.value == VARLEN)
+            self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
-    def schedule(self, engine: Engine, total_steps: int) -> Any:
-        """Build the schedule of the learning rate."""
-        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
-
     def step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
-        """Return the loss for training steps, which replays CUDA graphs if settings and model allow it."""
-        mode, wanted = self._config.training.cuda_graphs, self._decided.cuda_graphs.value is not False
+        """Return the loss of training steps, which replays CUDA graphs if the settings and the model allow it."""
+        mode, wanted = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
@@ -143,18 +139,18 @@ class Builder:
     ) -> list[Hook]:  # fmt: skip
         """Return the hooks of the steps on this rank, in the order of their calls.
 
-        `skipped` counts skipped records by source, `sample` generates samples at a step. A run that is not `alone`
-        shares its passes with others, and has only hooks for its own data and losses.
+        `skipped` returns the skipped records by source, and `sample` generates samples at a step. A run that is not
+        `alone` shares its passes with other adapters, and only has hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
         spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
         if not alone:
             return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
-        profiled = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
+        profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
             FirstGradients(model, finite=not engine.fp16_enabled()),
             StartReport(say),
-            StepProfiler.for_run(*profiled, engine, steering),
+            StepProfiler.for_run(*profiler, engine, steering),
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
         ]
         if ranks.is_main:
@@ -163,8 +159,8 @@ class Builder:
             hooks.append(Samples(sample, task.sample_every, total_steps))
         return [hook for hook in hooks if hook is not None]
 
-    def _summary(self, model: Any) -> list[Any]:
-        """Return a line on trained parameters, precision, ZeRO stage and devices, and a table of the adapted layers."""
+    def _summarize(self, model: Any) -> list[Any]:
+        """Describe trained parameters, precision, ZeRO stage and devices, with a table of the adapted layers."""
         trainable, total = count_parameters(model)
         trains = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}) in {self._precision}"
         devices = f"{self._ranks.world_size} x {self._device.type}"
@@ -181,13 +177,13 @@ class Builder:
         return lines
 
     def _layer_shards(self) -> LayerShards | None:
-        """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
+        """Return the shards for loading the base per layer; None if DeepSpeed gathers it, or groups have one rank."""
         zero = self._config.zero
-        if self._decided.gather.value != "layer":
+        if self._decisions.gather.value != "layer":
             return None
         hosts = gather_objects(host_name())
         group = form_group(zero.shard_within, hosts)
-        # On all ranks or none, since these read the weights together: a rank may be alone on its host.
+        # Use the largest group, as all ranks read the weights together: a rank may be the only one on its host.
         largest = max(map(len, list_groups(zero.shard_within, hosts)))
         if largest == 1 and not zero.offload_parameters:
             return None
@@ -201,7 +197,7 @@ class Builder:
         )
 
     def _describe_gather(self, shards: LayerShards | None) -> str:
-        gather = self._decided.gather
+        gather = self._decisions.gather
         if shards is not None:
             return shards.line()
         if gather.value == "layer":
@@ -211,7 +207,7 @@ class Builder:
 
     def _patches(self, shards: LayerShards | None) -> Wanted:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
-        config, decided = self._config, self._decided
+        config, decisions = self._config, self._decisions
         return Wanted(
             training=config.training,
             backend=config.ops.backend,
@@ -220,14 +216,14 @@ class Builder:
             shares_sequences=config.parallel.sequence > 1,
             device=self._device,
             dtype=self._dtype,
-            varlen=decided.attention.value == VARLEN,
-            own_elementwise=decided.own_elementwise.value,
-            elementwise_reason=decided.own_elementwise.reason,
-            recomputed=decided.recomputed_results.value,
-            adapters=decided.adapters.value,
-            adapters_reason=decided.adapters.reason,
-            separate_projections=not decided.siblings.value,
+            varlen=decisions.attention.value == VARLEN,
+            own_elementwise=decisions.own_elementwise.value,
+            elementwise_reason=decisions.own_elementwise.reason,
+            recomputed=decisions.recomputed_results.value,
+            adapters=decisions.adapters.value,
+            adapters_reason=decisions.adapters.reason,
+            separate_projections=not decisions.siblings.value,
             small_pass=self._task.small_pass,
             shards=shards,
-            mlp_tile=decided.mlp_tile.value,
+            mlp_tile=decisions.mlp_tile.value,
         )

@@ -29,8 +29,8 @@ def join(
 ) -> tuple[str, MemoryPlan, Task, int]:
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
-    Returns the precision, the memory plan with decisions and the configuration without `auto`, the task, and the steps.
-    `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
+    Returns the precision, the memory plan, the task and the number of steps. The plan has the decisions and the
+    configuration without `auto`. `notes` are those from loading the configuration. Raises UserError if ranks differ.
     """
     join_ranks(config, notes, ranks, lock, say)
     precision = resolve_precision(config.training.precision, ranks.device())
@@ -41,10 +41,15 @@ def join(
 
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    """Form the process group and apply what is global to torch."""
+    """Form the process group and apply settings that are global to torch."""
     check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
-    _join_process_group(config, ranks, lock, say)
+    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
+    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
+    form_process_group(ranks, timeout)
+    (say.show if world.hosts > 1 else say)(world.summary)
+    if (warning := known_versions.version_warning()) is not None:
+        say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
@@ -63,18 +68,9 @@ def define_task(
     return task, total_steps
 
 
-def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
-    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
-    form_process_group(ranks, timeout)
-    (say.show if world.hosts > 1 else say)(world.summary)
-    if (warning := known_versions.version_warning()) is not None:
-        say(f"[yellow]warning:[/yellow] {escape(warning)}")
-
-
-def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
-    if (size := given.parallel.sequence) > 1:
-        say.show(f"sequences: each is shared by {size} ranks, which count as one below (parallel.sequence)")
+def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
+    if (size := original.parallel.sequence) > 1:
+        say.show(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
     warnings = step_warnings(resolved, samples, ranks)
     say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
     for warning in warnings:
@@ -82,7 +78,7 @@ def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ran
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:
-    """Apply the settings of `training` that are global to torch, and turn cuDNN's attention off."""
+    """Apply the settings of `training` that are global to torch, and disable cuDNN's attention."""
     torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = training.cudnn_benchmark
@@ -95,7 +91,7 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process unless requested (packed_attention.py).
 
-    Its gradient is NaN with a mask if the last tile of 128 tokens holds 64 (torch 2.11 to 2.13, pytorch#196678), and
-    reads out of bounds at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).
+    Its gradient is NaN with a mask if the last tile of 128 tokens has 64 (torch 2.11 to 2.13, pytorch#196678), and its
+    kernel reads out of bounds for FLUX's shapes (torch 2.11, cuDNN 9.19, H200).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

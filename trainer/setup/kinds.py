@@ -1,4 +1,4 @@
-"""What differs between kinds of models before a task exists; `kind_of` and `kind_of_adapter` alone decide."""
+"""Functions that differ between kinds of models and are needed before a task exists."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class LanguageKind:
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
-        """Return whether no weights need to be downloaded."""
+        """Return whether the weights are on this machine."""
         return is_random(config.base_model) or has_local_weights(config.base_model, config.model)
 
     @staticmethod
@@ -64,7 +64,7 @@ class ImageKind:
 
     @staticmethod
     def read_files(config: RunConfig) -> None:
-        """Read nothing: the pipeline is read with the data."""
+        """Do nothing, because the pipeline is read with the data."""
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
@@ -84,14 +84,14 @@ class ImageKind:
 
 
 def kind_of(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a run's model, according to `task` or else to `base_model`."""
+    """Return the kind of a run's model, from `task` or, if that is auto, from `base_model`."""
     if config.task == "auto":
         return ImageKind if is_pipeline(config.base_model, config.model) else LanguageKind
     return ImageKind if config.task == "image" else LanguageKind
 
 
 def kind_of_adapter(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a finished run by whether diffusers can load the adapter: the base may be missing."""
+    """Return the kind of a finished run from its adapter's files, because the base may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 
@@ -101,7 +101,7 @@ def task_of(run: FinishedRun) -> type[Task]:
 
 
 def refuse_unsupported(run: FinishedRun, use: str) -> None:
-    """Raise UserError if `use`, a command or its option, has no meaning for the run's task."""
+    """Raise UserError if the run's task does not support `use`, a command or one of its options."""
     task = task_of(run)
     if reason := task.unsupported.get(use):
         raise UserError(f"{run.folder}: the adapter belongs to {task.title}, and {reason}")

@@ -1,4 +1,4 @@
-"""Checks and preparation before weights are loaded: the model's configuration, tokenizer, targets, and data.
+"""Check and prepare a run before weights are loaded: the model's configuration, tokenizer, targets, and data.
 
 `zerolora prepare` (trainer/commands/prepare_run.py) runs the checks and fills the cache of tokenized data, which the
 ranks reuse. Every failure is a UserError, and nothing is written to the output folder.
@@ -39,8 +39,8 @@ def prepare(
 ) -> Prepared:
     """Check the run without weights, and tokenize the data; `report` gets the name of each phase. Raises UserError.
 
-    With `to_train=False` the output folder may already contain a run. `model_files` is an earlier result of
-    `read_files` of the kind in this process.
+    With `to_train=False`, the output folder may already contain a run. `model_files` is a result of the kind's
+    `read_files`.
     """
     if config.runs:
         check_output_folder(config)
@@ -49,17 +49,16 @@ def prepare(
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
     prepared = kind_of(config).prepare(config, report, model_files)
-    # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
+    # A warm-up that is too long for one rank is also too long for more ranks, which need fewer steps.
     step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
-def _join_prepared(found: Sequence[Prepared]) -> Prepared:
-    """Return the first adapter's with those of all. Raises UserError for data that only a run alone can use."""
-    for each in found:
-        if has_images(each):
-            raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
-    return replace(found[0], adapters=tuple(found))
+def _join_prepared(adapters: Sequence[Prepared]) -> Prepared:
+    """Return the data of the first adapter, with those of all in `adapters`. Raises UserError for images."""
+    if any(map(has_images, adapters)):
+        raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
+    return replace(adapters[0], adapters=tuple(adapters))
 
 
 def check_settings(config: RunConfig) -> None:
@@ -89,7 +88,7 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
-    """Raise UserError if the output folder cannot be used, or has no checkpoint to resume."""
+    """Raise UserError if the output folder cannot be used, or lacks the checkpoint to resume."""
     check_output_folder(config)
     for run in config.runs:
         check_folder(run, to_train=to_train)
@@ -107,13 +106,13 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
+    """Prepare a run, and verify the whole checkpoint that it resumes, if any."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
         each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
-        return _join_prepared([found for found, _ in each]), each[0][1]
+        return _join_prepared([prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
     config = config.fit_max_length(prepared.longest)
@@ -138,10 +137,10 @@ def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
     if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / SETTINGS_FILE).exists():
-            found = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
-            raise UserError(f"lora.adapter_path={path}: {found}; use the folder of a PEFT adapter")
-        if problem := find_adapter_damage(Path(path)):
-            raise UserError(f"lora.adapter_path={path}: {problem}")
+            problem = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
+            raise UserError(f"lora.adapter_path={path}: {problem}; use the folder of a PEFT adapter")
+        if damage := find_adapter_damage(Path(path)):
+            raise UserError(f"lora.adapter_path={path}: {damage}")
     elif path:
         _check_adapter_on_hub(path)
 
@@ -153,5 +152,5 @@ def _check_adapter_on_hub(name: str) -> None:
     disable_retries_without_network(name)
     try:
         PeftConfig.from_pretrained(name)
-    except Exception as error:  # invalid values raise any exception in PEFT
+    except Exception as error:  # PEFT raises any exception for invalid values
         raise build_load_error("lora.adapter_path", name, error) from None

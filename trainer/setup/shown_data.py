@@ -1,4 +1,4 @@
-"""What `zerolora inspect` shows of a run's data: text (including pairs and text with images) or images."""
+"""Print a run's data for `zerolora inspect`: text (including pairs, and text with images) or images."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -32,10 +32,10 @@ SHOWN_CHARACTERS = 100
 
 
 def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print the first samples, statistics and warnings, or a line for each document of a step (from 1)."""
+    """Print the first samples, statistics and warnings; or a line for each document of a step, counted from 1."""
     PROGRESS.show(f"reading {config.base_model} and the data")
-    found = read_data(config)
-    tokenizer, data = found.tokenizer, found.data
+    prepared = read_data(config)
+    tokenizer, data = prepared.tokenizer, prepared.data
     if config.training.loss != "nll" or config.training.neftune_noise_alpha:
         noise = config.training.neftune_noise_alpha
         console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))
@@ -49,53 +49,52 @@ def show_text(config: RunConfig, console: Console, *, examples: int, step: int |
 
 def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
     if isinstance(data.train, Samples):
-        shown, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
-        seen = shown
+        samples, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
     else:
-        seen = list(islice(data.train.read(0), STREAM_EXAMPLES))
-        shown, stats = seen[:examples], _compute_stats(seen, data.stats)
-    for number, sample in enumerate(shown, start=1):
-        console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
+        samples = list(islice(data.train.read(0), STREAM_EXAMPLES))
+        stats = _compute_stats(samples, data.stats)
+    for number, sample in enumerate(samples[:examples], start=1):
+        console.print(_build_panel(sample, tokenizer, number, colors=console.color_system is not None))
     for line in data.stats.lines():
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
-        console.print(f"of the first {len(seen)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
-    for warning in warnings(stats):
+        console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
+    for warning in find_mask_warnings(stats):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
 
 def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, step: int, ranks: int) -> None:
     if not isinstance(data.train, Samples):
-        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
+        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; remove --step")
     epoch, first, size = _find_step(config, len(data.train), step, ranks)
     seed, shuffle = config.seed, config.dataset.shuffle
     batches = Batches(data.train, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
     for index in batches.order(epoch)[first : first + size].tolist():
         for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
-            place = f"sample {index}" + (f", document {number + 1}" if number else "")
+            label = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
-                f"{place} ({len(document.input_ids)} tokens): {printable(text)[:SHOWN_CHARACTERS]}",
+                f"{label} ({len(document.input_ids)} tokens): {printable(text)[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
 
 def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[int, int, int]:
-    """Return a step's epoch, its first position in the order of that epoch, and its number of samples."""
+    """Return a step's epoch, the position of its first sample in that epoch, and its number of samples."""
     ranks = config.data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
-        raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
+        raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
-        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
+        raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
     size = global_batch(training, ranks)
     epoch, in_epoch = divmod(step - 1, steps_per_epoch(samples, size))
     return epoch, in_epoch * size, size
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print a line for each of the first images and statistics, or for each image of a step (from 1)."""
+    """Print a line for each of the first images, and statistics; or a line for each image of a step, counted from 1."""
     data = prepare_image_run(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
@@ -106,9 +105,9 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     for index in chosen:
         entry = samples[index]
         (width, height), (left, top) = entry.original, entry.crop
-        cut = f", cut by {left} at each side" * (left > 0) + f", cut by {top} above and below" * (top > 0)
+        crop = f", cropped by {left} on each side" * (left > 0) + f", cropped by {top} at top and bottom" * (top > 0)
         console.print(
-            f"{entry.name}: {width} x {height} as {entry.width} x {entry.height}{cut}: "
+            f"{entry.name}: {width} x {height} as {entry.width} x {entry.height}{crop}: "
             f"{samples.store.captions[entry.caption]!r}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -116,18 +115,18 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def warnings(stats: DataStats) -> list[str]:
-    """Return warnings about probable mistakes in the loss masks: nothing or everything is trained."""
-    found = []
-    predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
+def find_mask_warnings(stats: DataStats) -> list[str]:
+    """Return warnings about probable mistakes in the loss masks, which train on nothing or everything."""
+    messages = []
+    predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
-        found.append("0 % of the tokens are trained; check dataset.train_on and the examples above")
+        messages.append("0 % of the tokens are trained; check dataset.train_on and the examples above")
     elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
-        found.append("100 % of the tokens are trained, prompts as well as answers; check dataset.train_on")
-    return found
+        messages.append("100 % of the tokens are trained, prompts as well as answers; check dataset.train_on")
+    return messages
 
 
-def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colours: bool) -> Panel:
+def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colors: bool) -> Panel:
     text = Text()
     documents = list(split_documents(sample))
     for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
@@ -136,7 +135,7 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
         for weight, part in decode_parts(document, tokenizer):
             style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
-            text.append(part if colours or not weight else f"⟦{part}⟧", style=style)
+            text.append(part if colors or not weight else f"⟦{part}⟧", style=style)
         for stored in (image for images in document.images for image in images):
             width, height = decode_image(*(shown := read_stored(stored))).size
             text.append(f"\n[image of {width} x {height} pixels {shown[1]}]", style="cyan")
@@ -149,7 +148,7 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
 
 
-def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
+def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
     documents = [document for sample in samples for document in split_documents(sample)]
     return DataStats(
         records=len(documents),
@@ -157,6 +156,6 @@ def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
         target_tokens=sum(weight > 0 for document in documents for weight in document.trained[1:]),
-        max_length=whole.max_length,
-        prompt_text=whole.prompt_text,
+        max_length=data.max_length,
+        prompt_text=data.prompt_text,
     )

@@ -1,4 +1,4 @@
-"""All checks and data of a run on text, before a weight is loaded; for images: trainer/tasks/images/prepare.py."""
+"""Check a run on text and prepare its data before weights are loaded; for images: trainer/tasks/images/prepare.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,19 +52,20 @@ def find_task(config: RunConfig) -> type[LanguageTask]:
 
 
 def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Prepared | None) -> Prepared:
-    """Check the model and the settings, tokenize the data. Raises UserError."""
+    """Check the model and the settings, and tokenize the data. Raises UserError."""
     if files is None:
         report(f"checking the model {config.base_model}")
         files = read_model_files(config)
     refuse_image_settings(config)
-    notes, given = files.notes, config
-    config = given.fit_max_length(files.longest)
-    if config is not given:
-        notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
-    elif files.longest is not None and given.dataset.max_length > files.longest:
-        where = f"warning: dataset.max_length={given.dataset.max_length}: the model was made for {files.longest} tokens"
-        notes += (f"{where}; it may learn little from longer documents unless you set model.rope_scaling",)
-    # Before the data is tokenized, which takes long and fills the cache.
+    notes, original = files.notes, config
+    config = original.fit_max_length(files.longest)
+    if config is not original:
+        notes += (f"dataset.max_length is the model's context, {config.dataset.max_length}, instead of the default",)
+    elif files.longest is not None and original.dataset.max_length > files.longest:
+        setting = f"dataset.max_length={original.dataset.max_length}"
+        problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
+        notes += (f"warning: {setting}: {problem}. Set model.rope_scaling, or reduce it.",)
+    # Check these before the data is tokenized, which may take long.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
         load_tasks(config.evaluation.tasks)
@@ -84,16 +85,16 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
 
 
 def refuse_image_settings(config: RunConfig) -> None:
-    """Raise UserError for a setting of image models in a run on a language model."""
+    """Raise UserError for settings of image models in a run on a language model."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is not "
-            f"one (no {INDEX} in it); remove it"
+            f"one (it has no {INDEX}); remove it"
         )
 
 
 def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats], object]) -> PreparedData:
-    """Tokenize the data with the tokenizer and image processor of a model, or read it from the cache."""
+    """Tokenize the data with the model's tokenizer and image processor, or read it from the cache."""
     return prepare_data(
         config.dataset,
         files.tokenizer,
@@ -110,7 +111,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
     if not (stats.with_images or (stats.evaluation or stats).with_images):
         for name, value in config.vision:
             if value not in ("none", False):
-                problem = "has no effect, because no record of dataset has an image; remove it"
+                problem = "has no effect, because no record has an image; remove it"
                 raise UserError(f"vision.{name}={shown(value)}: {problem}")
         return
     fixes: dict[str, tuple[Any, ...]] = {
@@ -120,7 +121,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
     }
     for name, (value, *possible) in fixes.items():
         if value not in possible:
-            raise UserError(f"{name}={value}: does not work with images, which dataset has; set it to {possible[0]}")
+            raise UserError(f"{name}={value}: does not work with images, which the data has; set it to {possible[0]}")
 
 
 def read_model_files(config: RunConfig) -> Prepared:
@@ -134,9 +135,9 @@ def read_model_files(config: RunConfig) -> Prepared:
     tokenizer = _read_tokenizer(config)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
-    layers, there = config.training.gradient_checkpointing_layers, empty.config.get_text_config().num_hidden_layers
-    if layers is not None and layers > there:
-        problem = f"the model has {there}; remove it to recompute all"
+    layers, available = config.training.gradient_checkpointing_layers, empty.config.get_text_config().num_hidden_layers
+    if layers is not None and layers > available:
+        problem = f"the model has only {available}; remove it to recompute all"
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
         check_shareable(config.parallel.sequence, empty)
@@ -158,10 +159,10 @@ def read_model_files(config: RunConfig) -> Prepared:
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
-    """Load the texts of scu.reference; raises UserError, also for an invalid law of the SCU."""
+    """Load the texts of scu.reference. Raises UserError, also for invalid settings of the SCU."""
     if not config.scu.enabled:
         return None
-    # Any size below 2B; the model's parameters are counted when its weights are loaded.
+    # A placeholder below 2B: parameters are counted when the weights are loaded.
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
@@ -169,20 +170,19 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
 
 
 def read_model_config(config: RunConfig) -> tuple[Any, str]:
-    """Load the model's configuration, or use the published shape of that name with a note."""
+    """Load the model's configuration; if it cannot be read, use the published shape of that name, with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
         shape = find_shape(config.base_model)
         if shape is None:
             raise
-        return build_random_config(
-            PREFIX + shape
-        ), f"{config.base_model} cannot be read here: the published shape {shape}"
+        note = f"{config.base_model} cannot be read here; using the published shape {shape}"
+        return build_random_config(PREFIX + shape), note
 
 
 def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
-    """Build a planner for a run that is not prepared; return it with notes on the assumptions."""
+    """Build a planner for a run that has not been prepared; return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(context_length(model_config))
     prepared, why = Prepared(None, model_config, None), ""
@@ -192,17 +192,17 @@ def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[s
     except UserError as error:
         why = f" ({error})"
     planner = Planner.from_run(machine, config, prepared)
-    where = "every sequence counts as" if why else "every sequence of the stream counts as"
-    where = "longest sequence in the data:" if planner.lengths.samples else where
+    label = "every sequence counts as" if why else "every sequence of the stream counts as"
+    label = "longest sequence in the data:" if planner.lengths.samples else label
     scan = ""
     if any(is_mamba_2(module) for module in planner.shapes.model.modules()):
-        plain = "in plain torch; the kernels of the extra `mamba` keep less memory"
+        plain = "in plain torch; the kernels of the extra `mamba` need less memory"
         scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
-    return planner, [line for line in (note, f"{where} {planner.lengths.longest:,} tokens{why}", scan) if line]
+    return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{why}", scan) if line]
 
 
 def read_data(config: RunConfig) -> Prepared:
-    """Read the tokenizer and the data of a run, without the checks of its model. Raises UserError."""
+    """Read the tokenizer and the data of a run, without checking its model. Raises UserError."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     longest = context_length(model_config)

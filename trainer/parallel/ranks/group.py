@@ -27,7 +27,7 @@ from trainer.contract.rendezvous import (
     free_port,
     host_name,
     port_taken_message,
-    read_place,
+    read_rank_variables,
     srun_rendezvous,
 )
 from trainer.parallel.ranks.progress import phase
@@ -56,7 +56,7 @@ class Ranks:
         Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
         """
         try:
-            _, rank, world_size, local_rank = read_place(os.environ if environment is None else environment)
+            _, rank, world_size, local_rank = read_rank_variables(os.environ if environment is None else environment)
         except ValueError as error:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
@@ -140,7 +140,7 @@ def find_meeting_point(ranks: Ranks) -> None:
 
     Raises UserError if MPI started the ranks and mpi4py is not installed.
     """
-    family = read_place(os.environ)[0]
+    family = read_rank_variables(os.environ)[0]
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank)}
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return

@@ -6,7 +6,7 @@ import signal
 import sys
 from types import FrameType
 
-from trainer.contract.bytecode import use_own_folder
+from trainer.contract.bytecode import redirect_bytecode
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
@@ -43,7 +43,7 @@ def begin() -> None:
         signal.signal(number, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
     LAUNCHER_WATCH.start()
-    use_own_folder()
+    redirect_bytecode()
     # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import_lean()

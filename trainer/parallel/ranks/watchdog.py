@@ -25,7 +25,7 @@ import torch.distributed
 from trainer.config.errors import printable
 from trainer.config.training_sections import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
-from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Folder, Hang, Heartbeat
+from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Hang, Heartbeat, HeartbeatFolder
 from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
@@ -104,7 +104,7 @@ class Watchdog:
         self._ranks = ranks
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
-        self._folder = Folder(logs, ranks.rank, ranks.world_size)
+        self._folder = HeartbeatFolder(logs, ranks.rank, ranks.world_size)
         self.note_end = self._folder.note_end
         """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
         self.all_write = False
