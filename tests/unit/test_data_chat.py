@@ -312,7 +312,7 @@ def test_offsets_that_lie_are_found_out(tokenizer: PreTrainedTokenizerBase) -> N
                 return {"input_ids": batch["input_ids"], "offset_mapping": shifted}
             return batch
 
-    with pytest.raises(UserError, match=r"record 1: the trained tokens read .* offsets cannot be relied on"):
+    with pytest.raises(UserError, match=r"record 1: the trained tokens decode to .* offsets are wrong"):
         encode_spans(Shifted(), ["red blue nine"], [[(9, 13, 1.0)]], ["record 1"])
 
 

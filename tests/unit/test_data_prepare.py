@@ -52,7 +52,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
-        assert f"2 longer than {limit} tokens left out" in " ".join(left.stats.lines())
+        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.lines())
         with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
@@ -339,7 +339,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "held out alone": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "val_split": 0.1},
-        ("dataset.val_split=0.1: nothing would be left to train on of 1 record;", "dataset.evaluation"),
+        ("dataset.val_split=0.1: none of 1 record would remain for training;", "dataset.evaluation"),
     ),
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
@@ -387,7 +387,7 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
     plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     plain.chat_template = None
     with pytest.raises(
-        UserError, match=r"record 1: a conversation, and this tokenizer has no chat template; give dataset"
+        UserError, match=r"record 1: is a conversation, and the tokenizer has no chat template; set dataset"
     ):
         prepared(plain)
     data = prepared(plain, chat_template=tokenizer.chat_template)
@@ -399,5 +399,5 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
 def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 3)
     Path("cache").write_text("a file")
-    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: tokenised data cannot be written there"):
+    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: data cannot be written there"):
         prepared(tokenizer)

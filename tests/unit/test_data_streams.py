@@ -33,13 +33,13 @@ def _files(own_data_folder: Path) -> None:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of records of each call that tokenises."""
     found: list[int] = []
-    rows = DocumentEncoder.rows
+    rows = DocumentEncoder.encode_rows
 
     def counted(self: DocumentEncoder, records: Any, *arguments: Any) -> Any:
         found.append(len(records))
         return rows(self, records, *arguments)
 
-    monkeypatch.setattr(DocumentEncoder, "rows", counted)
+    monkeypatch.setattr(DocumentEncoder, "encode_rows", counted)
     return found
 
 
@@ -151,7 +151,7 @@ def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrai
     lines = Path("b.jsonl").read_text().splitlines()
     lines[150] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})
     Path("b.jsonl").write_text("\n".join([*lines, "{broken"]))
-    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: role 'robot' is not known")
+    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: unknown role 'robot'")
     Path("b.jsonl").write_text("\n".join([*lines[:150], "{broken"]))
     _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "line 151 of b.jsonl is not JSON")
 

@@ -183,7 +183,7 @@ def test_a_bad_answer_is_named(ground: Path, name: str) -> None:
 
 def test_bad_turns_are_named(ground: Path) -> None:
     good = {"messages": [ASK, ANSWER], "label": True}
-    with pytest.raises(UserError, match="record 2: messages ends with a turn of user, not with an answer"):
+    with pytest.raises(UserError, match="record 2: messages ends with a user turn"):
         rows_of(ground, good, good | {"messages": [ANSWER, ASK]})
     with pytest.raises(UserError, match="record 2: messages is empty"):
         rows_of(ground, good, good | {"messages": [ASK, ANSWER | {"content": " "}]})

@@ -13,6 +13,7 @@ from trainer.data.step_count import (
     resolve_global_batch,
     step_warnings,
     steps_line,
+    steps_per_epoch,
 )
 
 
@@ -40,8 +41,9 @@ def test_steps_are_counted_as_training_takes_them(
     assert count_steps(settings, samples, ranks) == steps
     if samples and settings.batch_size != AUTO and settings.max_steps is None:
         batches = batches_of(settings, samples, ranks)
-        assert steps == np.ceil(settings.epochs * batches.steps_per_epoch)
-        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({batches.steps_per_epoch} an epoch), ")
+        epoch_steps = steps_per_epoch(len(batches.samples), batches.global_batch_size)
+        assert steps == np.ceil(settings.epochs * epoch_steps)
+        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
 
 
 def batches_of(training: Any, samples: int, ranks: int) -> Batches:

@@ -11,7 +11,7 @@ from trainer.commands.export.gguf import check_architecture, max_context_length,
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.merged_model import build_merged, save_merged
-from trainer.data.conversations import template_variables
+from trainer.data.conversations import build_template_variables
 from trainer.model.base import load_model_config
 
 GGUF_NAME = "model.gguf"
@@ -42,7 +42,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
 
 def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
     system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
-    variables = template_variables(run.config.dataset)
+    variables = build_template_variables(run.config.dataset)
     text = modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
