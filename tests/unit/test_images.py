@@ -100,8 +100,8 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("image.resolution=33", "image.resolution=33: sides must be multiples of 2"),
-        ("image.bucket_step=9", "image.bucket_step=9: sides must be multiples"),
+        ("image.resolution=33", "image.resolution=33: must be a multiple of 2"),
+        ("image.bucket_step=9", "image.bucket_step=9: must be a multiple"),
         ("scu.enabled=true", "scu.enabled=true: measures bits per token"),
         ("adapter=none", "adapter=none: not supported for image models"),
         ("training.qat=int8", "training.qat=int8: only for language models; remove it"),

@@ -154,7 +154,8 @@ class Steering:
 
     def measured_local(self) -> Tensor:
         """Return this rank's term of Q, or of the sum of KL: fp64 on the device, to be summed over the ranks."""
-        assert self._measured is not None, "measured_local() before penalty()"
+        if self._measured is None:
+            raise ScuFault("scu: measured_local() was called before penalty() in this step")
         return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
 
     def observe(
