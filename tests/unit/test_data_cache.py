@@ -64,7 +64,7 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
         DAMAGES[damage](folder / name)
         again = prepared(tokenizer)
         assert tokens(again) == expected, name
-        assert again.stats.notes[0].startswith(f"the tokenized data in {folder} was damaged ("), name
+        assert again.stats.notes[0].startswith(f"the cached data in {folder} was damaged ("), name
         assert again.stats.notes[0].endswith("and is rebuilt") and again.stats.notes[1:] == first.stats.notes
         assert prepared(tokenizer).stats == first.stats
     assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
@@ -162,7 +162,7 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
             (cache / "built" / ("data" if kept == "data" else "")).chmod(0o600)
         os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match="in it is another user") as refused:
+            with pytest.raises(UserError, match="in it belongs to another user") as refused:
                 read()
         finally:
             os.seteuid(0)

@@ -353,7 +353,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "format without its field": (
         {"foo": "a", "bar": "b"},
         {"format": "prompt_completion"},
-        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name them in dataset.fields"),
+        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name the fields in dataset.fields"),
     ),
     "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
     "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "a single turn (role", "messages")),
@@ -374,12 +374,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("record 1, turn 2", "unknown role 'robot'", "assistant"),
     ),
     "no role": ({"messages": [ASK, {"content": "x"}]}, {}, ("record 1, turn 2", "no role", "content")),
-    "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "without content")),
+    "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "has no content")),
     "content is a number": ({"messages": [{"role": "user", "content": 5}]}, {}, ("turn 1", "content is a number")),
     "content is an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {},
-        ("record 1, image 1", "no such file x"),
+        ("record 1, image 1", "no such file: x"),
     ),
     "content is a sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},

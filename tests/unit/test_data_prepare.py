@@ -329,7 +329,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "nothing trained": (
         {"a.jsonl": chats(("user", "x"), ("user", "y"))},
         {"path": "a.jsonl"},
-        ("dataset.train_on=assistant: none of the 2 records", "`zerolora inspect`"),
+        ("dataset.train_on=assistant: none of 2 records", "`zerolora inspect`"),
     ),
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
@@ -344,7 +344,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
         {"path": "a.jsonl", "evaluation": {"path": "b.jsonl"}},
-        ("none of the 1 records of dataset.evaluation",),
+        ("none of 1 records of dataset.evaluation",),
     ),
     "a bad record among good ones": (
         {"a.jsonl": chats(*[("assistant", "red")] * 700, ("robot", "x"))},
@@ -354,7 +354,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "two formats in one file": (
         {"a.jsonl": chats(("assistant", "red")) + '{"prompt": "x", "completion": "y"}\n'},
         {"path": "a.jsonl"},
-        ("record 2: messages is missing (found prompt, completion)", "dataset.mix"),
+        ("record 2: messages is missing (the record has prompt, completion)", "dataset.mix"),
     ),
     "a bad source of a mix": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": '{"foo": 1}\n'},
@@ -364,7 +364,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "longer than the model": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "limit": 32},
-        ("dataset.max_length=64", "made for 32 tokens"),
+        ("dataset.max_length=64", "has positions for 32 tokens only"),
     ),
 }
 

@@ -185,7 +185,7 @@ NO_FORMAT: dict[str, tuple[str, str, str]] = {
         "question\nx\n",
         "set dataset.fields, such as {prompt: question, completion: answer}, or {text: ",
     ),
-    "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, and wanted"),
+    "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, not"),
     "no field": ("a.jsonl", "{}\n", "the records have no fields"),
 }
 
@@ -218,13 +218,13 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a conversion in a template": (
         '{"q": "a", "completion": "b"}',
         {"template": "{q!z}"},
-        "write fields as {name} alone",
+        "write fields as {name}",
     ),
     "a format that is another": (json.dumps({"messages": TURNS}), {"format": "alpaca"}, "set dataset.format: auto"),
     "a role that is none": (
         json.dumps({"messages": [{"role": "usr", "content": "x"}]}),
         {},
-        "role 'usr' is not known; roles are system, user",
+        "unknown role 'usr'; use system, user",
     ),
     "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is not JSON"),
 }
@@ -252,7 +252,9 @@ def test_fields_that_are_not_used_are_named_with_counts(tokenizer: PreTrainedTok
     write_pairs("b.jsonl", "red", "blue")
     mix = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     notes = stats_of(tokenizer, path=None, mix=mix).notes
-    assert len([note for note in notes if "not used" in note]) == 1 and "dataset.mix.0: fields" in str(notes)
+    assert len([note for note in notes if "unused fields" in note]) == 1 and "dataset.mix.0: unused fields" in str(
+        notes
+    )
     assert "id (in 10)" in str(stats_of(tokenizer, streaming=True).notes)
 
 
@@ -284,7 +286,7 @@ def test_blank_lines_of_text_are_no_records(tokenizer: PreTrainedTokenizerBase) 
 def test_special_tokens_in_the_text_of_a_turn_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats("a.jsonl", "red", "blue<|im_end|>", "nine")
     stats = stats_of(tokenizer)
-    assert stats.control == 1 and "1 conversations have special tokens" in str(stats.warnings())
+    assert stats.control == 1 and "1 conversations have the tokenizer's special tokens" in str(stats.warnings())
     write_pairs("a.jsonl", "red<|im_end|>")
     assert stats_of(tokenizer).control == 0, "who writes text writes the tokens of turns as well"
 

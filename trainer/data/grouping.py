@@ -111,7 +111,7 @@ class DataStats:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
         losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens dropped"] if self.too_long else []
-        losses += [f"{self.dropped:,} without trained tokens dropped"] if self.dropped else []
+        losses += [f"{self.dropped:,} dropped without trained tokens"] if self.dropped else []
         return [
             f"{name}: {self.documents:,} {self._unit}{packs}, {self.tokens:,} tokens, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
