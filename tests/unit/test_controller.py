@@ -181,7 +181,7 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
     else:
         loop.steering.penalty(3)
         loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.measured_local())
-    with pytest.raises(ScuFault, match="step 3 has a loss sum of nan"):
+    with pytest.raises(ScuFault, match="step 3 has a loss sum of"):
         loop.run(4, 4)
 
 
