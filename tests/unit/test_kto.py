@@ -194,7 +194,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
     [
         ((GOOD, GOOD), {}, "preference.loss=kto: all 2 labels of dataset are true"),
         ((BAD,), {}, "preference.loss=kto: all 1 labels of dataset are false"),
-        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset have one answer"),
+        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset are labelled answers"),
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto compares with a reference"),
