@@ -21,7 +21,7 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
 from trainer.data import Sample, Samples
 from trainer.data.batches import IGNORED, MicroBatch, collate
-from trainer.data.cache import reference_samples
+from trainer.data.cache import prepare_reference
 from trainer.data.prepared import Prepared
 from trainer.evaluation import Evaluation
 from trainer.model.adapter import changes_base_weights
@@ -204,7 +204,7 @@ class HeldOutDocuments:
 def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
     if path is None:
         return []
-    samples = reference_samples(config.dataset, tokenizer, path, setting="--forgetting", seed=config.seed)
+    samples = prepare_reference(config.dataset, tokenizer, path, setting="--forgetting", seed=config.seed)
     return [samples[index] for index in range(len(samples))]
 
 

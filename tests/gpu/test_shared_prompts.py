@@ -11,7 +11,7 @@ from ops.head import LOSS
 from tests.unit.test_packing_probe import LLAMA, model_of
 from tests.unit.test_shared_prompts import pair
 from trainer.data.batches import collate
-from trainer.data.samples import join
+from trainer.data.samples import join_samples
 from trainer.data.shared_prompts import find_shared_keys
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN, use_varlen, varlen_attention
@@ -61,7 +61,7 @@ def test_flash_attention_reads_the_keys_of_the_prompt(window: int | None) -> Non
 def test_losses_are_those_of_pairs_alone(name: str, more: dict[str, Any]) -> None:
     """In bf16 both forms differ from 32 bits by rounding only."""
     draw = random.Random(0)
-    samples = [join([pair(draw, 90, 40, 71), pair(draw, 1, 30, 20)]), pair(draw, 140, 1, 1)]
+    samples = [join_samples([pair(draw, 90, 40, 71), pair(draw, 1, 30, 20)]), pair(draw, 140, 1, 1)]
     settings = LLAMA | {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512} | more
     exact = model_of(name, **settings).to(CUDA)
     for parameter in exact.parameters():  # so that attention matters

@@ -24,7 +24,7 @@ def test_a_run_on_pairs_asks_without_the_template(tmp_path: Path, capsys: pytest
         logging__sample_prompts=[str(ground / "ask.jsonl")],
         logging__sample_tokens=8,
     )
-    assert "prompts are trained as text, without the tokenizer's chat template" in seen
+    assert "prompts are used as plain text, without the tokenizer's chat template" in seen
     run = ground / "run"
     assert json.loads((run / "run.json").read_text())["prompt_text"] == "{system}{prompt}"
     answers = json.loads((run / "answers.json").read_text())

@@ -114,7 +114,7 @@ def test_param_bpt_is_that_of_the_saved_adapter(folder: Path, whole: dict[int, A
 def test_a_fault_inside_the_controller_stops_the_run(folder: Path) -> None:
     result = train(folder, f"output_dir={folder}/poisoned", program=("-c", POISONED))
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "scu: step 3 measured a loss sum of nan" in result.stdout + result.stderr
+    assert "scu: step 3 has a loss sum of nan" in result.stdout + result.stderr
     assert not (folder / "poisoned" / "adapter_model.safetensors").exists()
 
 

@@ -110,7 +110,7 @@ def test_a_template_without_system_turns_says_so(run_dir: Path) -> None:
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}"
     )
-    with pytest.raises(UserError, match=r"chat template refuses the conversation .*no system turns here"):
+    with pytest.raises(UserError, match=r"chat template rejects the conversation .*no system turns here"):
         encode_prompt(tokenizer, BRIEF, "x", None)
 
 
@@ -252,8 +252,8 @@ def test_prompts_come_from_files_of_every_kind(
 @pytest.mark.parametrize(
     ("record", "needle"),
     [
-        ('{"label": "?"}', "record 1: has no prompt (found label)"),
-        ('{"prompt": null}', "record 1: has no prompt (found no fields)"),
+        ('{"label": "?"}', "record 1: has no prompt (the record has label)"),
+        ('{"prompt": null}', "record 1: has no prompt (the record has no fields)"),
         ('{"prompt": 5}', "record 1: prompt is a number; write a text, or a list of turns"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no question to answer"),
         ('{"messages": [5]}', "turn 1: is a number"),

@@ -110,7 +110,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no calls": (
         {"evaluation__metrics": ["tool_call"]},
-        "evaluation.metrics=tool_call: no held-out record has a prompt with an answer that it applies to; remove it",
+        "evaluation.metrics=tool_call: applies to none of the held-out records; remove it",
     ),
     "no schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},

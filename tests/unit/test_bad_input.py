@@ -332,7 +332,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "training.resume_from_checkpoint=no-data": ("resume_from_checkpoint=no-data: is not a checkpoint folder",),
     "training.resume_from_checkpoint=half/checkpoint-5": ("half/checkpoint-5: is incomplete",),
     "dataset.path=nothing.jsonl": ("dataset.path=nothing.jsonl: no such file",),
-    "dataset.path=no-data": ("dataset.path=no-data: is a folder without data files",),
+    "dataset.path=no-data": ("dataset.path=no-data: the folder has no data files",),
     "dataset.path=notes.odt": ("dataset.path=notes.odt",),
     "dataset.path=empty.jsonl": ("dataset.path=empty.jsonl: no records",),
     "dataset.path=broken.jsonl": ("dataset.path=broken.jsonl", "line 2", "JSON"),
@@ -347,7 +347,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
         "training.gradient_checkpointing_layers=9: the model has only 2; remove it to recompute all",
     ),
-    "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: tokenised data cannot be written there",),
+    "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: data cannot be written there",),
     "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import UserError, load_config
-from trainer.data.batches import Batches, like_tokens
+from trainer.data.batches import Batches, balance_tokens
 from trainer.data.samples import Sample
 
 
@@ -75,7 +75,7 @@ def test_every_sample_comes_once_and_to_the_same_step_on_any_number_of_ranks() -
 
 def test_micro_batches_are_even_and_never_larger_than_of_equally_many_rows() -> None:
     lengths = Ragged(64)._lengths
-    parts = like_tokens(lengths, 16)
+    parts = balance_tokens(lengths, 16)
     assert sorted(np.concatenate(parts).tolist()) == list(range(64))
     sizes = [len(part) * lengths[part].max() for part in parts if len(part)]
     longest_first = np.sort(lengths)[::-1].reshape(16, 4)

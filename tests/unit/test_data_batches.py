@@ -15,7 +15,8 @@ from trainer.config import UserError
 from trainer.data import Batches, MicroBatch, Sample, Samples, SampleStream, StreamBatches, evaluation_batches
 from trainer.data.batches import IGNORED, collate, merge_batches
 from trainer.data.grouping import best_fit
-from trainer.data.samples import join
+from trainer.data.samples import join_samples
+from trainer.data.step_count import steps_per_epoch
 
 PAD = 0
 
@@ -83,7 +84,7 @@ def test_a_padded_batch() -> None:
 
 
 def test_a_packed_batch_keeps_documents_apart() -> None:
-    first = join([document(1, 3, trained_from=0), document(2, 2, trained_from=0)])
+    first = join_samples([document(1, 3, trained_from=0), document(2, 2, trained_from=0)])
     batch = collate([first, document(3, 2)], PAD, packed=True, flat=False)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201], [300, 301, PAD, PAD, PAD]]
     # 200 is trained, and nobody's target: what stands before it is another document.
@@ -95,7 +96,7 @@ def test_a_packed_batch_keeps_documents_apart() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_flat_batch_has_no_padding(packed: bool) -> None:
-    rows = [join([document(1, 3), document(2, 2)]), document(3, 2)]
+    rows = [join_samples([document(1, 3), document(2, 2)]), document(3, 2)]
     batch = collate(rows, PAD, packed=packed, flat=True)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201, 300, 301]]
     assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED, 301, IGNORED]]
@@ -130,7 +131,7 @@ def test_a_document_has_the_same_loss_alone_and_packed() -> None:
     parts = [document(1, 7), document(2, 5), document(3, 9)]
     with torch.no_grad():
         alone = [losses(collate([part], PAD, packed=False, flat=False)) for part in parts]
-        packed = losses(collate([join(parts[:2]), parts[2]], PAD, packed=True, flat=False))
+        packed = losses(collate([join_samples(parts[:2]), parts[2]], PAD, packed=True, flat=False))
     expected = torch.cat([alone[0], alone[1], alone[2], torch.zeros(3)])
     torch.testing.assert_close(packed, expected, rtol=5e-7, atol=0)  # in 32 bits, products of other shapes
     assert (expected[:6] > 0.1).all()
@@ -146,7 +147,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
             for rank in range(world_size)
         ]
         offset, found = 0, []
-        for _ in range(ranks[0].steps_per_epoch):
+        for _ in range(steps_per_epoch(len(ranks[0].samples), ranks[0].global_batch_size)):
             parts = [rank.step_batches(3, offset) for rank in ranks]
             assert {len(micro) for micro, _ in parts} == {accumulation}
             assert len({consumed for _, consumed in parts}) == 1
@@ -163,7 +164,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
 def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     samples = stored([document(number, 3) for number in range(1, 6)])
     ranks = [batches(samples, accumulation=2, rank=rank, world_size=2, shuffle=False) for rank in range(2)]
-    assert ranks[0].steps_per_epoch == 2 and ranks[0].global_batch_size == 4
+    assert steps_per_epoch(len(ranks[0].samples), 4) == 2 and ranks[0].global_batch_size == 4
     (first, second), (other_first, other_second) = (rank.step_batches(0, 4)[0] for rank in ranks)
     assert ranks[0].step_batches(0, 4)[1] == ranks[1].step_batches(0, 4)[1] == 1
     assert first.input_ids.tolist() == [[500, 501, 502]]
@@ -286,7 +287,7 @@ def test_a_repeated_step_and_a_resumed_stream_read_nothing_twice_but_that_step()
 
 
 def test_a_stream_without_samples_is_refused() -> None:
-    with pytest.raises(UserError, match=r"dataset.streaming=true: the stream holds nothing to train on"):
+    with pytest.raises(UserError, match=r"dataset.streaming=true: the stream has no record to train on"):
         stream_batches(0).step_batches(0, 0)
 
 

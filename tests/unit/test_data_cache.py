@@ -1,4 +1,4 @@
-"""The cache of tokenised data: whatever is damaged in it is made again with one note, and a full disk is one line."""
+"""The cache of tokenized data: whatever is damaged in it is rebuilt with one note, and a full disk is one line."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
-from trainer.data.built_folder import load_or_build
+from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.documents import DocumentEncoder
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
@@ -64,8 +64,8 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
         DAMAGES[damage](folder / name)
         again = prepared(tokenizer)
         assert tokens(again) == expected, name
-        assert again.stats.notes[0].startswith(f"the tokenised data in {folder} was damaged ("), name
-        assert again.stats.notes[0].endswith("and is made again") and again.stats.notes[1:] == first.stats.notes
+        assert again.stats.notes[0].startswith(f"the cached data in {folder} was damaged ("), name
+        assert again.stats.notes[0].endswith("and is rebuilt") and again.stats.notes[1:] == first.stats.notes
         assert prepared(tokenizer).stats == first.stats
     assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
 
@@ -162,7 +162,7 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
             (cache / "built" / ("data" if kept == "data" else "")).chmod(0o600)
         os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match="in it is another user") as refused:
+            with pytest.raises(UserError, match="in it belongs to another user") as refused:
                 read()
         finally:
             os.seteuid(0)
@@ -189,8 +189,8 @@ def test_no_room_for_it_is_one_line(tokenizer: PreTrainedTokenizerBase) -> None:
     kind, said = results.get(timeout=300)
     process.join()
     assert (kind, "\n" in said) == (UserError.__name__, False), said
-    assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large); ")
-    assert said.endswith("make room there, or use another folder")
+    assert said.startswith("dataset.cache_dir=cache: data cannot be written there (File too large); ")
+    assert said.endswith("free space, or use another folder")
     assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
 
 
@@ -222,7 +222,7 @@ def test_every_setting_that_changes_the_content_changes_the_name(tokenizer: PreT
     def name(**changes: Any) -> str:
         section = DatasetSection.model_validate({"path": "a.jsonl", "max_length": 64} | changes)
         encoder = DocumentEncoder(tokenizer, section)
-        return prepare_module._digest(prepare_module._identity(section, encoder, [], 0))
+        return digest_json(prepare_module._identify_data(section, encoder, [], 0))
 
     names = {key: name(**{key: value}) for key, value in CHANGES.items()}
     assert len({name(), *names.values()}) == 1 + len(CHANGES)

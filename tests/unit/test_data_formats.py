@@ -10,7 +10,7 @@ import pytest
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape
 from trainer.data.pairs import read_pair, read_unpaired
-from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, prompt_form, read_record
+from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, find_prompt_form, read_record
 
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "Because."}
@@ -298,7 +298,7 @@ def test_knows_what_it_did_not_read(name: str) -> None:
 def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], form: str | None) -> None:
     source = SourceSection(path="data.jsonl", **settings)
     shape = find_shape(source, list(record), record, "dataset", has_chat_template=False)
-    assert prompt_form(shape, record) == form
+    assert find_prompt_form(shape, record) == form
     if form not in (None, PLAIN_TEXT) and "r" not in record:
         example = read_record(record, shape, "", "S")
         assert isinstance(example, Text) and form is not None
@@ -353,7 +353,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "format without its field": (
         {"foo": "a", "bar": "b"},
         {"format": "prompt_completion"},
-        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name them in dataset.fields"),
+        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name the fields in dataset.fields"),
     ),
     "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
     "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "a single turn (role", "messages")),
@@ -371,15 +371,15 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "unknown role": (
         {"messages": [ASK, {"role": "robot", "content": "x"}]},
         {},
-        ("record 1, turn 2", "role 'robot' is not known", "assistant"),
+        ("record 1, turn 2", "unknown role 'robot'", "assistant"),
     ),
     "no role": ({"messages": [ASK, {"content": "x"}]}, {}, ("record 1, turn 2", "no role", "content")),
-    "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "without content")),
+    "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "has no content")),
     "content is a number": ({"messages": [{"role": "user", "content": 5}]}, {}, ("turn 1", "content is a number")),
     "content is an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {},
-        ("record 1, image 1", "no such file x"),
+        ("record 1, image 1", "no such file: x"),
     ),
     "content is a sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},
@@ -407,7 +407,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "tokens instead of text": (
         {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]},
         {},
-        ("dataset.format=auto", "tokenised already (input_ids)"),
+        ("dataset.format=auto", "already tokenized (input_ids)"),
     ),
     "a system prompt that is no text": ({"messages": [ASK, SAY], "system": 5}, {}, ("system is a number, not text",)),
     "a weight above 1": ({"messages": [ASK, {**SAY, "weight": 1.5}]}, {}, ("turn 2", "weight=1.5", "from 0 to 1")),

@@ -14,7 +14,7 @@ import datasets
 import pytest
 
 from trainer.config import SourceSection, UserError
-from trainer.data.sources import content_key, read_rows, read_source
+from trainer.data.sources import compute_content_key, read_rows, read_source
 from trainer.data.text_files import parse_row
 
 PAIR = {"prompt": "p", "completion": "c"}
@@ -32,7 +32,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(path: str, *, streaming: bool = False, **settings: Any) -> list[dict[str, Any]]:
     source = SourceSection(path=path, **settings)
     if not streaming:
-        content_key(source, "dataset")
+        compute_content_key(source, "dataset")
     return list(map(parse_row, read_rows(read_source(source, "dataset", streaming=streaming), source, "dataset")))
 
 
@@ -129,33 +129,33 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a cut .gz": (
         "a.jsonl.gz",
         GZIPPED[:-20],
-        ("a.jsonl.gz ends in the middle of its compressed data", "copy it again"),
+        ("a.jsonl.gz is truncated after line", "copy it again"),
     ),
-    "a false .gz": ("a.jsonl.gz", LINE, ("a.jsonl.gz has the suffix .gz but is not in that format", "rename")),
+    "a false .gz": ("a.jsonl.gz", LINE, ("a.jsonl.gz has the suffix .gz but another format", "rename")),
     "a damaged .gz": (
         "a.jsonl.gz",
         GZIPPED[:-8] + b"\0" * 8,
         ("a.jsonl.gz is damaged after line", "copy it again"),
     ),
-    "bzip2": ("a.jsonl.bz2", "x", (".bz2 is not understood; unpack it first",)),
-    "a folder in .tar.gz": ("a.tar.gz", "x", (".gz is not understood; unpack it first",)),
+    "bzip2": ("a.jsonl.bz2", "x", (".bz2 is not supported; unpack it",)),
+    "a folder in .tar.gz": ("a.tar.gz", "x", (".gz is not supported; unpack it",)),
     "two records on a line": (
         "a.jsonl",
         LINE.strip() + LINE,
-        ("line 1 of a.jsonl is not JSON (more follows after the end of a value", "write one record per line"),
+        ("line 1 of a.jsonl is not JSON (extra data after the first value", "write one record per line"),
     ),
-    "zstd": ("a.jsonl.zst", "x", (".zst is not understood; unpack it first",)),
-    "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl holds a list, not a record",)),
-    "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json holds text, not a record",)),
-    "a list of lists": ("a.json", "[[1, 2], [3]]", ("item 1 of a.json holds a list, not a record",)),
-    "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json holds nothing, not a record",)),
-    "a text": ("a.json", '"hello"', ("a.json holds text, not a record",)),
+    "zstd": ("a.jsonl.zst", "x", (".zst is not supported; unpack it",)),
+    "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl is a list, not a record",)),
+    "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json is text, not a record",)),
+    "a list of lists": ("a.json", "[[1, 2], [3]]", ("item 1 of a.json is a list, not a record",)),
+    "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json is nothing, not a record",)),
+    "a text": ("a.json", '"hello"', ("a.json is text, not a record",)),
     "a list that is cut": ("a.json", json.dumps([PAIR, PAIR], indent=1)[:-6], ("of a.json is not JSON",)),
     "single quotes": ("a.jsonl", "{'text': 'a'}\n" + LINE, ("line 1 of a.jsonl is not JSON",)),
     "a comma after each": (
         "a.jsonl",
         LINE.strip() + ",\n" + LINE.strip() + ",\n",
-        ("line 1 of a.jsonl is not JSON (more follows",),
+        ("line 1 of a.jsonl is not JSON (extra data",),
     ),
     "too deep": ("a.jsonl", "[" * 100_000, ("line 1 of a.jsonl is JSON that cannot be read",)),
     "too long a number": (
@@ -178,9 +178,9 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a row too long": (
         "a.csv",
         "prompt,completion\na,b\nI said, well, yes,no\n",
-        ("line 3 of a.csv has 4 cells, the first line 2 (separated by ,)", "double quotes"),
+        ("line 3 of a.csv has 4 cells, and the first line 2 (separated by ,)", "double quotes"),
     ),
-    "a row too short": ("a.csv", "prompt,completion\na\n", ("line 2 of a.csv has 1 cells, the first line 2",)),
+    "a row too short": ("a.csv", "prompt,completion\na\n", ("line 2 of a.csv has 1 cells, and the first line 2",)),
     "a quote that never ends": ("a.csv", 'prompt,completion\n"a,b\nc,d\n', ("line 2 of a.csv is not CSV",)),
     "a quote within quotes": (
         "a.csv",
@@ -190,11 +190,11 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "two columns of one name": (
         "a.csv",
         "text,text\na,b\n",
-        ("line 1 of a.csv names the column text twice",),
+        ("line 1 of a.csv repeats the column text",),
     ),
-    "a head alone": ("a.csv", "prompt,completion\n", ("dataset.path=a.csv: no records in it",)),
-    "white space": ("a.jsonl", " \n\n\t\n", ("dataset.path=a.jsonl: no records in it",)),
-    "an empty list": ("a.json", "[]", ("dataset.path=a.json: no records in it",)),
+    "a head alone": ("a.csv", "prompt,completion\n", ("dataset.path=a.csv: has no records",)),
+    "white space": ("a.jsonl", " \n\n\t\n", ("dataset.path=a.jsonl: has no records",)),
+    "an empty list": ("a.json", "[]", ("dataset.path=a.json: has no records",)),
 }
 
 
@@ -232,13 +232,13 @@ def make_special(name: str) -> str:
 
 
 SPECIAL = {
-    "a pipe": "is a pipe, socket or device, and data is read more than once; write it to a file",
+    "a pipe": "is a pipe, socket or device, and data is read several times; write it to a file",
     "a socket": "is a pipe, socket or device, and data",
     "a device": "is a pipe, socket or device, and data",
-    "a folder": "is a folder without data files",
+    "a folder": "the folder has no data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
-    "an address": "is a URL that cannot be read; download it, or use a hub data set",
+    "an address": "URLs of this kind cannot be read; download it, or use a hub dataset",
 }
 
 
@@ -302,7 +302,7 @@ SPLITS: dict[str, tuple[str, list[int] | str]] = {
     "validation": ("a.jsonl", "dataset.split=validation: a.jsonl has no such split; remove the setting"),
     "test[:2]": ("a.jsonl", "dataset.split=test: a.jsonl has no such split"),
     "test[3:]": ("a.csv", "dataset.split=test: a.csv has no such split"),
-    "train[:0]": ("a.jsonl", "dataset.split=train[:0]: selects none of the 20 records"),
+    "train[:0]": ("a.jsonl", "dataset.split=train[:0]: selects none of 20 records"),
     "train[30:]": ("a.jsonl", "dataset.split=train[30:]:"),
     "train[a:b]": ("a.jsonl", "dataset.split=train[a:b]: not a split; use train, train[:1000]"),
     "train[": ("a.jsonl", "dataset.split=train[: not a split"),

@@ -52,7 +52,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
-        assert f"2 longer than {limit} tokens left out" in " ".join(left.stats.lines())
+        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.lines())
         with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
@@ -329,7 +329,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "nothing trained": (
         {"a.jsonl": chats(("user", "x"), ("user", "y"))},
         {"path": "a.jsonl"},
-        ("dataset.train_on=assistant: none of the 2 records", "`zerolora inspect`"),
+        ("dataset.train_on=assistant: none of 2 records", "`zerolora inspect`"),
     ),
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
@@ -339,12 +339,12 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "held out alone": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "val_split": 0.1},
-        ("dataset.val_split=0.1: nothing would be left to train on of 1 record;", "dataset.evaluation"),
+        ("dataset.val_split=0.1: none of 1 record would remain for training;", "dataset.evaluation"),
     ),
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
         {"path": "a.jsonl", "evaluation": {"path": "b.jsonl"}},
-        ("none of the 1 records of dataset.evaluation",),
+        ("none of 1 records of dataset.evaluation",),
     ),
     "a bad record among good ones": (
         {"a.jsonl": chats(*[("assistant", "red")] * 700, ("robot", "x"))},
@@ -354,7 +354,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "two formats in one file": (
         {"a.jsonl": chats(("assistant", "red")) + '{"prompt": "x", "completion": "y"}\n'},
         {"path": "a.jsonl"},
-        ("record 2: messages is missing (found prompt, completion)", "dataset.mix"),
+        ("record 2: messages is missing (the record has prompt, completion)", "dataset.mix"),
     ),
     "a bad source of a mix": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": '{"foo": 1}\n'},
@@ -364,7 +364,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "longer than the model": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "limit": 32},
-        ("dataset.max_length=64", "made for 32 tokens"),
+        ("dataset.max_length=64", "has positions for 32 tokens only"),
     ),
 }
 
@@ -387,7 +387,7 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
     plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     plain.chat_template = None
     with pytest.raises(
-        UserError, match=r"record 1: a conversation, and this tokenizer has no chat template; give dataset"
+        UserError, match=r"record 1: is a conversation, and the tokenizer has no chat template; set dataset"
     ):
         prepared(plain)
     data = prepared(plain, chat_template=tokenizer.chat_template)
@@ -399,5 +399,5 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
 def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 3)
     Path("cache").write_text("a file")
-    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: tokenised data cannot be written there"):
+    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: data cannot be written there"):
         prepared(tokenizer)

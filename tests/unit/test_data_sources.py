@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from trainer.config import SourceSection, UserError
-from trainer.data.sources import content_key, read_rows, read_source
+from trainer.data.sources import compute_content_key, read_rows, read_source
 from trainer.data.text_files import parse_row
 
 ROWS = [{"prompt": f"p{index}", "completion": f"c{index}"} for index in range(3)]
@@ -62,7 +62,7 @@ def test_only_the_files_that_are_named_are_read(streaming: bool) -> None:
     assert texts("deep/notes.jsonl", "deep/part-1.jsonl") == ["notes", "part-1"], "in the order of the names"
     with pytest.raises(UserError, match=r"data_files=deep/part-3.jsonl: no such data file in many; did you mean deep/"):
         texts("deep/part-3.jsonl")
-    with pytest.raises(UserError, match=r"data_files=\[x\]: .*is a file itself; remove one"):
+    with pytest.raises(UserError, match=r"data_files=\[x\]: .*is a file; remove one of the two"):
         read("many/deep/notes.jsonl", streaming=streaming, data_files=("x",))
 
 
@@ -113,7 +113,7 @@ def test_the_key_follows_the_content() -> None:
     write_all_kinds()
 
     def key(name: str) -> str:
-        return content_key(SourceSection(path=name), "dataset")
+        return compute_content_key(SourceSection(path=name), "dataset")
 
     before = key("a.jsonl"), key("folder"), key("saved")
     assert key("a.jsonl") == before[0]
@@ -155,19 +155,19 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "trian.jsonl": ({}, ("dataset.path=trian.jsonl: no such file or folder", "did you mean train.jsonl?")),
     "./data/x": ({}, ("dataset.path=./data/x: no such file or folder", "data/x)")),
     "/no/such/folder": ({}, ("dataset.path=/no/such/folder: no such file",)),
-    "someone/dataset": ({}, ("dataset.path=someone/dataset: no file or folder", "hub", "HF_HUB_OFFLINE is set")),
-    "notes.odt": ({}, ("dataset.path=notes.odt: .odt is not understood", ".jsonl", ".parquet")),
-    "empty.jsonl": ({}, ("dataset.path=empty.jsonl: no records in it",)),
-    "blank.jsonl": ({}, ("dataset.path=blank.jsonl: no records in it",)),
+    "someone/dataset": ({}, ("dataset.path=someone/dataset: no such file or folder", "hub", "HF_HUB_OFFLINE is set")),
+    "notes.odt": ({}, ("dataset.path=notes.odt: .odt is not supported", ".jsonl", ".parquet")),
+    "empty.jsonl": ({}, ("dataset.path=empty.jsonl: has no records",)),
+    "blank.jsonl": ({}, ("dataset.path=blank.jsonl: has no records",)),
     "broken.jsonl": ({}, ("dataset.path=broken.jsonl: line 3 of broken.jsonl is not JSON",)),
-    "number.jsonl": ({}, ("line 3 of number.jsonl holds a number",)),
-    "strings.jsonl": ({}, ("line 1 of strings.jsonl holds text",)),
+    "number.jsonl": ({}, ("line 3 of number.jsonl is a number",)),
+    "strings.jsonl": ({}, ("line 1 of strings.jsonl is text",)),
     "broken.json": ({}, ("dataset.path=broken.json: line 2 of broken.json is not JSON",)),
     "latin.jsonl": ({}, ("line 1 of latin.jsonl is not UTF-8 text (byte 0xe9 at offset 10)", "iconv")),
-    "ragged.csv": ({}, ("dataset.path=ragged.csv: line 3 of ragged.csv has 3 cells, the first line 2",)),
+    "ragged.csv": ({}, ("dataset.path=ragged.csv: line 3 of ragged.csv has 3 cells, and the first line 2",)),
     "broken.parquet": ({}, ("dataset.path=broken.parquet: cannot be read as parquet",)),
-    "mixed": ({}, ("dataset.path=mixed: files of several kinds (csv, json)", "dataset.mix")),
-    "nothing": ({}, ("dataset.path=nothing: is a folder without data files",)),
+    "mixed": ({}, ("dataset.path=mixed: has files of several kinds (csv, json)", "dataset.mix")),
+    "nothing": ({}, ("dataset.path=nothing: the folder has no data files",)),
     "splits": ({"split": "validation"}, ("dataset.split=validation: splits has the splits test, train",)),
     "saved": ({}, ("dataset.split=train: saved has the splits other",)),
 }

@@ -33,13 +33,13 @@ def _files(own_data_folder: Path) -> None:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of records of each call that tokenises."""
     found: list[int] = []
-    rows = DocumentEncoder.rows
+    rows = DocumentEncoder.encode_rows
 
     def counted(self: DocumentEncoder, records: Any, *arguments: Any) -> Any:
         found.append(len(records))
         return rows(self, records, *arguments)
 
-    monkeypatch.setattr(DocumentEncoder, "rows", counted)
+    monkeypatch.setattr(DocumentEncoder, "encode_rows", counted)
     return found
 
 
@@ -151,7 +151,7 @@ def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrai
     lines = Path("b.jsonl").read_text().splitlines()
     lines[150] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})
     Path("b.jsonl").write_text("\n".join([*lines, "{broken"]))
-    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: role 'robot' is not known")
+    _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "record 151, turn 1: unknown role 'robot'")
     Path("b.jsonl").write_text("\n".join([*lines[:150], "{broken"]))
     _check_errors(stream_of(tokenizer, path="b.jsonl", shuffle=False), "line 151 of b.jsonl is not JSON")
 
@@ -188,7 +188,7 @@ def test_a_step_that_fails_leaves_the_state_before_it(tokenizer: PreTrainedToken
     expected = [rows_in(whole.step_batches(0, 16 * step)[0]) for step in range(70)]
     write_bad(1240)
     batches, step = batches_of(stream_of(tokenizer, **settings)), 0
-    with pytest.raises(UserError, match=r"record 1241, turn 1: role 'moderator'"):
+    with pytest.raises(UserError, match=r"record 1241, turn 1: unknown role 'moderator'"):
         while True:
             assert rows_in(batches.step_batches(0, 16 * step)[0]) == expected[step]
             step += 1

@@ -39,12 +39,10 @@ def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
     write("a.jsonl", *["red"] * 99, " ")
     assert not [warning for warning in stats_of(tokenizer).warnings() if "empty" in warning]
     write("a.jsonl", *["red"] * 98, "", "\n")
-    assert "2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).warnings()
-    assert "warning: 2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).lines()
+    assert "2 of 100 answers are empty, and teach the model to say nothing" in stats_of(tokenizer).warnings()
+    assert "warning: 2 of 100 answers are empty, and teach the model to say nothing" in stats_of(tokenizer).lines()
     write("a.jsonl", "", " ", "")
-    with pytest.raises(
-        UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty, which would teach the model to say nothing"
-    ):
+    with pytest.raises(UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty; check the records"):
         stats_of(tokenizer)
 
 
@@ -98,7 +96,7 @@ def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokeni
     write_chats("c.jsonl", "one", "two", "three")
     Path("c.jsonl").write_text(Path("c.jsonl").read_text() + lines[0])
     found = stats_of(tokenizer, evaluation={"path": "c.jsonl"}).warnings()
-    assert "25.0% of the held-out documents are trained on as well: the held-out loss is too low" in found
+    assert "25.0% of the held-out documents are also in the training data, so the held-out loss is too low" in found
     assert "100.0% of the held-out documents" in str(stats_of(tokenizer, evaluation={"path": "b.jsonl"}).warnings())
     # What a weight repeats is meant.
     write_chats("a.jsonl", "red", "blue")
@@ -108,18 +106,18 @@ def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokeni
 def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
     write_pairs("a.jsonl", *["red"] * 8, "red " * 30, "")
     assert stats_of(tokenizer, max_length=16).warnings() == [
-        "1 of 10 answers are empty, and teach to say nothing",
+        "1 of 10 answers are empty, and teach the model to say nothing",
         "11.1% of the documents are cut at dataset.max_length=16, and lose their end",
-        "10.0% of the records are dropped for lack of trained tokens",
+        "10.0% of the records are dropped because they have no trained tokens",
     ]
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (1e-9, r"dataset.mix.0.weight=1e-09: takes none of its 3 records; use 0.3 or more, or remove the source"),
-        (0.1, r"dataset.mix.0.weight=0.1: takes none of its 3 records; use 0.3 or more"),
-        (1e6, r"dataset.mix.0.weight=1e\+06: would take each of its 3 records 1e\+06 times; use 1000 or less"),
+        (1e-9, r"dataset.mix.0.weight=1e-09: selects none of 3 records; use 0.3 or more, or remove the source"),
+        (0.1, r"dataset.mix.0.weight=0.1: selects none of 3 records; use 0.3 or more"),
+        (1e6, r"dataset.mix.0.weight=1e\+06: would repeat each of 3 records 1e\+06 times; use 1000 or less"),
     ],
 )
 def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: float, message: str) -> None:
@@ -160,7 +158,7 @@ def test_preference_data_is_counted_as_pairs(tokenizer: PreTrainedTokenizerBase,
 
 def test_rejected_answers_are_never_learned(tokenizer: PreTrainedTokenizerBase) -> None:
     Path("a.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(UserError, match="an answer that was rejected without one that was chosen; name both in"):
+    with pytest.raises(UserError, match="the records have a rejected answer but no chosen one"):
         stats_of(tokenizer)
     Path("a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     stats = stats_of(tokenizer)  # refused unless the loss is kto: tests/unit/test_kto.py
@@ -180,14 +178,14 @@ NO_FORMAT: dict[str, tuple[str, str, str]] = {
     "a CSV file without its first line": (
         "a.csv",
         "What is 2+2?,4\nAnd 3+3?,6\n",
-        "the records have What is 2+2?, 4, as the first line of a CSV file names them, and wanted is",
+        "the records have What is 2+2?, 4 (from the first line of the CSV file), not",
     ),
     "one column": (
         "a.csv",
         "question\nx\n",
         "set dataset.fields, such as {prompt: question, completion: answer}, or {text: ",
     ),
-    "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, and wanted"),
+    "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, not"),
     "no field": ("a.jsonl", "{}\n", "the records have no fields"),
 }
 
@@ -205,12 +203,12 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "half a character": (
         '{"prompt": "a", "completion": "b \\ud83d"}',
         {},
-        r"record 1: holds half of a character (\ud83d, after 'a",
+        r"record 1: has half a character (\ud83d, after 'a",
     ),
     "half a character in a turn": (
         json.dumps({"messages": [{"role": "user", "content": "\ud83d"}, TURNS[1]]}),
         {},
-        r"holds half",
+        r"has half",
     ),
     "a format in a template": (
         '{"q": "a", "completion": "b"}',
@@ -220,13 +218,13 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a conversion in a template": (
         '{"q": "a", "completion": "b"}',
         {"template": "{q!z}"},
-        "write fields as {name} alone",
+        "write fields as {name}",
     ),
     "a format that is another": (json.dumps({"messages": TURNS}), {"format": "alpaca"}, "set dataset.format: auto"),
     "a role that is none": (
         json.dumps({"messages": [{"role": "usr", "content": "x"}]}),
         {},
-        "role 'usr' is not known; roles are system, user",
+        "unknown role 'usr'; use system, user",
     ),
     "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is not JSON"),
 }
@@ -250,11 +248,13 @@ def test_turns_that_are_written_as_json(tokenizer: PreTrainedTokenizerBase) -> N
 def test_fields_that_are_not_used_are_named_with_counts(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"messages": TURNS, "id": n} | ({"context": "c"} if n < 3 else {"context": ""}) for n in range(10)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "dataset: fields that are not used, of 10 records: id (in 10), context (in 3)" in stats_of(tokenizer).notes
+    assert "dataset: unused fields, of 10 records: id (in 10), context (in 3)" in stats_of(tokenizer).notes
     write_pairs("b.jsonl", "red", "blue")
     mix = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     notes = stats_of(tokenizer, path=None, mix=mix).notes
-    assert len([note for note in notes if "not used" in note]) == 1 and "dataset.mix.0: fields" in str(notes)
+    assert len([note for note in notes if "unused fields" in note]) == 1 and "dataset.mix.0: unused fields" in str(
+        notes
+    )
     assert "id (in 10)" in str(stats_of(tokenizer, streaming=True).notes)
 
 
@@ -286,7 +286,7 @@ def test_blank_lines_of_text_are_no_records(tokenizer: PreTrainedTokenizerBase) 
 def test_special_tokens_in_the_text_of_a_turn_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats("a.jsonl", "red", "blue<|im_end|>", "nine")
     stats = stats_of(tokenizer)
-    assert stats.control == 1 and "1 conversations have special tokens" in str(stats.warnings())
+    assert stats.control == 1 and "1 conversations have the tokenizer's special tokens" in str(stats.warnings())
     write_pairs("a.jsonl", "red<|im_end|>")
     assert stats_of(tokenizer).control == 0, "who writes text writes the tokens of turns as well"
 
@@ -299,7 +299,7 @@ BAD_RECORDS = {
     ),
     "half a character": (".jsonl", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}]}).encode(), "half"),
     "no JSON": (".jsonl", b'{"messages": [', "line 3 of a.jsonl is not JSON"),
-    "no record": (".jsonl", b"[1, 2]", "line 3 of a.jsonl holds a list"),
+    "no record": (".jsonl", b"[1, 2]", "line 3 of a.jsonl is a list"),
     "latin-1": (".jsonl", b'{"messages": "caf\xe9"}', "line 3 of a.jsonl is not UTF-8"),
     "NUL": (".jsonl", b'{"messages": "\0"}', "NUL byte"),
     "too many cells": (".csv", b"a,b,c", "line 4 of a.csv has 3 cells"),
@@ -334,5 +334,5 @@ def test_a_number_of_records_is_held_out(tokenizer: PreTrainedTokenizerBase) -> 
     write_pairs("a.jsonl", *map(str, range(10)))
     stats = stats_of(tokenizer, val_split=3)
     assert stats.evaluation is not None and (stats.documents, stats.evaluation.documents) == (7, 3)
-    with pytest.raises(UserError, match=r"dataset.val_split=10: nothing would be left to train on of 10 records"):
+    with pytest.raises(UserError, match=r"dataset.val_split=10: none of 10 records would remain for training"):
         stats_of(tokenizer, val_split=10)

@@ -16,7 +16,7 @@ from ops.head import divergence_sum
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
 from trainer.data.batches import collate
-from trainer.data.cache import reference_samples
+from trainer.data.cache import prepare_reference
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward
@@ -327,12 +327,12 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
     loop.steering.penalty(3)
     loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.measured_local())
-    with pytest.raises(ScuFault, match=r"step 3 measured .* for the divergence from the base"):
+    with pytest.raises(ScuFault, match=r"step 3 has .* for the divergence from the base"):
         loop.steering.settle()
 
 
 def test_swinging_gains_of_kl_are_refused() -> None:
-    with pytest.raises(UserError, match=r"scu\.ki=0\.5: with scu\.kp=0\.5 .* oscillates"):
+    with pytest.raises(UserError, match=r"scu\.ki=0\.5: with scu\.kp=0\.5 .* oscillation"):
         Loop(ki=0.5)
 
 
@@ -343,7 +343,7 @@ def test_swinging_gains_of_kl_are_refused() -> None:
         ("", "scu.reference="),
         (
             json.dumps({"text": "red green blue " * 40}),
-            "1 of 1 texts are longer than dataset.max_length=32; cut them up",
+            "1 of 1 texts are longer than dataset.max_length=32; split them",
         ),
     ],
 )
@@ -355,7 +355,7 @@ def test_reference_text_that_cannot_be_used_gets_one_line(tmp_path: Path, text: 
         path.write_text(text + "\n")
     section = DatasetSection(path="unused.jsonl", max_length=32, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError) as refused:
-        reference_samples(section, tokenizer, str(path), setting="scu.reference", seed=1)
+        prepare_reference(section, tokenizer, str(path), setting="scu.reference", seed=1)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -365,7 +365,7 @@ def test_every_token_of_reference_text_counts(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"text": words}) + "\n" for words in ("red green blue", "the cat sleeps")))
     section = DatasetSection(path="unused.jsonl", max_length=64, cache_dir=str(tmp_path / "cache"), packing=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    samples = reference_samples(section, tokenizer, str(path), setting="scu.reference", seed=1)
+    samples = prepare_reference(section, tokenizer, str(path), setting="scu.reference", seed=1)
     assert len(samples) == 2 and all(all(sample.trained) for sample in samples)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_divergence import CPU, Loop, engine_of, reference
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.divergence import Divergence
-from trainer.scu.steering import Fit, choose_held_out, fit, fit_to_target
+from trainer.scu.steering import ScaleFit, choose_held_out, find_scale, fit_to_target
 
 
 def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
@@ -19,15 +19,15 @@ def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
         asked.append(factor)
         return 0.08 * factor**2
 
-    found = fit(kl_bits, 0.02, 64)
+    found = find_scale(kl_bits, 0.02, 64)
     assert found.factor == pytest.approx(0.5, abs=1 / 256) and found.kl_bits_before == 0.08 and len(asked) == 9
     assert found.kl_bits == 0.08 * found.factor**2 <= 0.02
-    assert fit(kl_bits, 0.08, 64) == Fit(1.0, 0.08, 0.08, 64)
-    assert "0.5" in found.line(0.02) and "within the target" in fit(kl_bits, 0.1, 64).line(0.1)
+    assert find_scale(kl_bits, 0.08, 64) == ScaleFit(1.0, 0.08, 0.08, 64)
+    assert "0.5" in found.line(0.02) and "within the target" in find_scale(kl_bits, 0.1, 64).line(0.1)
 
 
 def test_a_k_that_is_no_number_scales_nothing() -> None:
-    found = fit(lambda _: math.nan, 0.02, 8)
+    found = find_scale(lambda _: math.nan, 0.02, 8)
     assert (
         found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "the update is not scaled" in found.line(0.02)
     )
@@ -35,7 +35,7 @@ def test_a_k_that_is_no_number_scales_nothing() -> None:
 
 def test_an_adapter_above_the_target_at_every_scale_is_unchanged() -> None:
     """DoRA's magnitudes are no part of what is scaled."""
-    found = fit(lambda factor: 1.0 + factor, 0.02, 8)
+    found = find_scale(lambda factor: 1.0 + factor, 0.02, 8)
     assert found.factor == 1.0 and found.kl_bits == 2.0 and "the update is not scaled" in found.line(0.02)
 
 
@@ -71,7 +71,7 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     factor = fit_to_target(steering, loop.model, lines.append)
     assert 0.3 < factor < 0.7 and len(lines) == 1
     assert held_out.measure_all() == pytest.approx(steering.law.target, rel=0.02)
-    assert steering.fitted is not None and set(steering.fitted) == set(asdict(Fit(1.0, 0.0, 0.0, 0)))
+    assert steering.fitted is not None and set(steering.fitted) == set(asdict(ScaleFit(1.0, 0.0, 0.0, 0)))
     assert held_out.measure_all() == pytest.approx(steering.fitted["kl_bits"], rel=1e-5)
 
 

@@ -13,10 +13,10 @@ from PIL import Image
 from tests.pipelines import make_pipeline, write_images
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import ImageBatches, by_size, image_evaluation
+from trainer.tasks.images.batches import ImageBatches, group_by_size, image_evaluation
 from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
-from trainer.tasks.images.sizes import bucket_sizes, fit
+from trainer.tasks.images.sizes import bucket_sizes, fit_to_bucket
 from trainer.tasks.images.source_images import read_images
 
 
@@ -54,7 +54,7 @@ def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
     assert (1024, 1024) in sizes and (1152, 896) in sizes and (896, 1152) in sizes
     assert all(w * h <= 1024 * 1024 and w % 64 == 0 and h % 64 == 0 for w, h in sizes)
     for width, height in ((1000, 1000), (4000, 3000), (300, 500), (1920, 1080)):
-        found = fit(width, height, sizes)
+        found = fit_to_bucket(width, height, sizes)
         image = found.apply(Image.new("RGB", (width, height)))
         assert image.size == (found.width, found.height)
         shown = found.width * found.height / (found.scaled[0] * found.scaled[1])
@@ -100,16 +100,16 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("image.resolution=33", "image.resolution=33: sides must be multiples of 2"),
-        ("image.bucket_step=9", "image.bucket_step=9: sides must be multiples"),
-        ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
-        ("adapter=none", "adapter=none: of image models only adapters are trained"),
-        ("training.qat=int8", "training.qat=int8: is for language models; remove it"),
-        ("parallel.sequence=2", "parallel.sequence=2: is for language models; remove it"),
-        ("dataset.packing=true", "dataset.packing=true: is for language models; remove it"),
-        ("dataset.max_length=4096", "dataset.max_length=4096: is for language models; remove it"),
-        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers loads LoRA alone; list them"),
-        ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
+        ("image.resolution=33", "image.resolution=33: must be a multiple of 2"),
+        ("image.bucket_step=9", "image.bucket_step=9: must be a multiple"),
+        ("scu.enabled=true", "scu.enabled=true: measures bits per token"),
+        ("adapter=none", "adapter=none: not supported for image models"),
+        ("training.qat=int8", "training.qat=int8: only for language models; remove it"),
+        ("parallel.sequence=2", "parallel.sequence=2: only for language models; remove it"),
+        ("dataset.packing=true", "dataset.packing=true: only for language models; remove it"),
+        ("dataset.max_length=4096", "dataset.max_length=4096: only for language models; remove it"),
+        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers only loads LoRA; list them"),
+        ("image.time_shift=3", "image.time_shift=3: only for flow matching"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
         ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
@@ -123,7 +123,7 @@ def test_what_cannot_work_is_one_line(root: Path, override: str, line: str) -> N
 def test_an_unknown_pipeline_is_refused_with_those_that_are_known(root: Path, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     line = refused(run_config(root, f"base_model={tmp_path}"))
-    assert "names WanPipeline, which is not supported; choose from StableDiffusionPipeline" in line
+    assert "names WanPipeline, which is not supported; use StableDiffusionPipeline" in line
 
 
 def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path) -> None:
@@ -134,7 +134,9 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(root / "sdxl", dtype=torch.float32)
     pictures, _ = read_images(SourceSection(path=str(root / "pictures")), "dataset", None)
     entry, picture = samples[1], pictures[1]
-    pixels = image_to_tensor(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
+    pixels = image_to_tensor(
+        fit_to_bucket(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open())
+    )
     with torch.no_grad():
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist
@@ -235,7 +237,7 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
 
 def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
     sizes = np.array([(64, 64)] * 9 + [(96, 64)] * 7)
-    order = by_size(np.random.default_rng(0).permutation(16), sizes, 4, np.random.default_rng(1))
+    order = group_by_size(np.random.default_rng(0).permutation(16), sizes, 4, np.random.default_rng(1))
     assert sorted(order.tolist()) == list(range(16))
     kinds = [len({tuple(sizes[index]) for index in order[start : start + 4]}) for start in range(0, 16, 4)]
     assert kinds == [1, 1, 1, 2]

@@ -14,10 +14,10 @@ from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
 from trainer.setup.text_run import refuse_image_settings
-from trainer.tasks.images.encoding import cut_captions, load_vae
+from trainer.tasks.images.encoding import describe_cut_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
-from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, SourceImage, read_images
+from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLORS, SourceImage, read_images
 
 
 def read(folder: Path, caption: str | None = None) -> list[SourceImage]:
@@ -68,7 +68,7 @@ def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_lef
     shutil.copy(folder / "000.png", folder / ".ipynb_checkpoints" / "000-checkpoint.png")
     assert len(read(folder)) == 2
     Image.new("I;16", (64, 64), 40_000).save(folder / "000.png")
-    assert "000.png: has more than 8 bits per colour (mode I;16)" in refused(folder)
+    assert "000.png: has more than 8 bits per channel (mode I;16)" in refused(folder)
     (folder / "000.png").write_bytes(b"")
     assert "000.png: cannot be read as an image (unknown format)" in refused(folder)
 
@@ -106,7 +106,7 @@ def test_every_mode_is_shown_as_it_looks(tmp_path: Path) -> None:
         image.save(tmp_path / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
     pictures = read(tmp_path, "a")
     assert [picture.open().getpixel((5, 5)) for picture in pictures] == [(255, 255, 255)] * 5
-    assert [picture.changes for picture in pictures if picture.changes] == [(OTHER_COLOURS,)]
+    assert [picture.changes for picture in pictures if picture.changes] == [(OTHER_COLORS,)]
 
 
 def test_the_first_of_several_frames_is_used_and_counted(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) 
 @pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 read up to 256")])
 def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, family: str, more: str) -> None:
     pipeline = read_pipeline(str(make_pipeline(tmp_path / "pipeline", family)), ModelSection())
-    assert cut_captions(pipeline, ["a" * 75, "short"]) == []
-    (line,) = cut_captions(pipeline, ["a" * 76, "short"])
+    assert describe_cut_captions(pipeline, ["a" * 75, "short"]) == []
+    (line,) = describe_cut_captions(pipeline, ["a" * 76, "short"])
     assert "1 of 2 captions" in line and "77 tokens" in line and "text_encoder and text_encoder_2" in line
     assert more in line
 
@@ -162,7 +162,7 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
         datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / name)
         assert line in refused(tmp_path / name)
     datasets.Dataset.from_dict({"image": [1], "text": ["a"]}).save_to_disk(tmp_path / "numbers")
-    assert "column image holds no images" in refused(tmp_path / "numbers")
+    assert "column image has no images" in refused(tmp_path / "numbers")
     set_of_one = datasets.Dataset.from_dict({"pic": [file], "words": ["a"]}).cast_column("pic", datasets.Image())
     set_of_one.to_parquet(tmp_path / "one.parquet")
     assert "set them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")

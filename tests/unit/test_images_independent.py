@@ -16,10 +16,10 @@ from PIL import Image
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import SIZES, image_evaluation, seeded_generator, size_conditions
+from trainer.tasks.images.batches import SIZES, build_size_conditions, image_evaluation, seeded_generator
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pipeline import read_pipeline
-from trainer.tasks.images.sizes import fit
+from trainer.tasks.images.sizes import fit_to_bucket
 
 DRAWS = 200
 
@@ -46,12 +46,12 @@ def test_size_and_crop_are_those_of_sdxls_own_pipeline(tmp_path: Path) -> None:
     expected = []
     for entry in samples.entries:
         picture = Image.open(entry.name)
-        seen: Any = fit(*picture.size, [(entry.width, entry.height)]).apply(picture)
+        seen: Any = fit_to_bucket(*picture.size, [(entry.width, entry.height)]).apply(picture)
         left, top, _ = seen.getpixel((0, 0))
         assert max(left, top) == 2, "nothing was cut off that could be reported wrongly"
         given = ((picture.height, picture.width), (top, left), (seen.height, seen.width))
         expected += pipeline._get_add_time_ids(*given, torch.float32, width_of_text)
-        assert torch.equal(size_conditions(entry), expected[-1])
+        assert torch.equal(build_size_conditions(entry), expected[-1])
     [batch, *_] = image_evaluation(samples, batch_size=8, rank=0, world_size=1)
     found = torch.cat([group.conditions[SIZES] for group in batch.groups])
     assert torch.equal(found.unique(dim=0), torch.stack(expected).unique(dim=0))

@@ -156,5 +156,5 @@ def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
     pipeline, _ = adapter(tmp_path, "flux-dev")
     names = {f"base_model.model.transformer.x_embedder.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
     save_file(names, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"^x_embedder: an adapted layer without a name in kohya's format"):
+    with pytest.raises(UserError, match=r"^x_embedder: this adapted layer has no name in kohya's format"):
         convert_to_kohya(tmp_path, pipeline)

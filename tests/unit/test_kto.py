@@ -183,7 +183,7 @@ def test_a_bad_answer_is_named(ground: Path, name: str) -> None:
 
 def test_bad_turns_are_named(ground: Path) -> None:
     good = {"messages": [ASK, ANSWER], "label": True}
-    with pytest.raises(UserError, match="record 2: messages ends with a turn of user, not with an answer"):
+    with pytest.raises(UserError, match="record 2: messages ends with a user turn"):
         rows_of(ground, good, good | {"messages": [ANSWER, ASK]})
     with pytest.raises(UserError, match="record 2: messages is empty"):
         rows_of(ground, good, good | {"messages": [ASK, ANSWER | {"content": " "}]})
@@ -194,7 +194,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
     [
         ((GOOD, GOOD), {}, "preference.loss=kto: all 2 labels of dataset are true"),
         ((BAD,), {}, "preference.loss=kto: all 1 labels of dataset are false"),
-        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset have one answer"),
+        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset are labelled answers"),
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto compares with a reference"),

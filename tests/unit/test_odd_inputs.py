@@ -33,7 +33,7 @@ from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED, KNOWN, SETTINGS, UNSUPPORTED
 from trainer.data.prompt_files import read_prompts
 from trainer.data.source_files import build_source
-from trainer.data.sources import local_path
+from trainer.data.sources import find_local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
@@ -288,7 +288,7 @@ def test_a_prompt_of_another_type_is_named(tmp_path: Path) -> None:
 def test_columns_are_not_taken_for_a_record(columns: dict[str, object], tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "train.json").write_text(json.dumps(columns))
-    with pytest.raises(UserError, match=r"train.json, record 1\b.* not "):
+    with pytest.raises(UserError, match=r"train.json, record 1\b.* is a (list|record)"):
         prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'train.json'}"]).config)
 
 
@@ -296,7 +296,7 @@ def test_labels_that_are_numbers_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}\n' * 2)
     words = [f"dataset.path={ground / 'kto.jsonl'}", "task=preference", "preference.loss=kto"]
-    with pytest.raises(UserError, match="2 of 2 records of dataset are no answers labelled true or false"):
+    with pytest.raises(UserError, match="2 of 2 records of dataset are not answers labelled true or false"):
         prepare(load_config(ground / "base.yaml", words).config)
 
 
@@ -353,15 +353,15 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "content", "more", "line"),
     [
-        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: has columns as lists .prompt, completion."),
-        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test., not a list"),
+        ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: each field is a list of records .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
-         "dataset.fields.prompt=q: also the field of completion; name another one"),
+         "dataset.fields.prompt=q: is also used for completion; use another field"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
          "record 1: rejected is a list of texts; keep one of them"),
         ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a map of lists \(data\), .*, as {messages: data}"),
         ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
-        ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; correct it"),
+        ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; fix the path, or the link"),
     ],
 )  # fmt: skip
 def test_data_of_another_form_is_described(name: str, content: Any, more: list[str], line: str, tmp_path: Path) -> None:
@@ -593,7 +593,7 @@ def test_a_key_that_is_no_word_is_shown_as_yaml(key: str, shown: str, tmp_path: 
 def test_a_file_named_none_is_not_taken_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").mkdir()
-    assert local_path(build_source("none", "--data"), "--data") == tmp_path / "none"
+    assert find_local_path(build_source("none", "--data"), "--data") == tmp_path / "none"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{}]}', '{"_data_files": 5}', "null"])
@@ -603,7 +603,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
     saved.mkdir()
     for name in ("state.json", "dataset_info.json"):
         (saved / name).write_text(content)
-    with pytest.raises(UserError, match=r"saved: cannot be read as a saved data set \(.*\); save or copy it again$"):
+    with pytest.raises(UserError, match=r"saved: cannot be read as a saved dataset \(.*\); save or copy it again$"):
         prepare(load_config(ground / "base.yaml", [f"dataset.path={saved}"]).config)
 
 
@@ -618,7 +618,10 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
         (["vision.cache=true"], r"^vision.cache=true: has no effect, because no record"),
         (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
-        (["dataset.path=file:///x.jsonl"], r"file:///x.jsonl: is a URL that cannot be read; write it without file://"),
+        (
+            ["dataset.path=file:///x.jsonl"],
+            r"file:///x.jsonl: URLs of this kind cannot be read; write it without file://",
+        ),
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
         (
             ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],

@@ -316,7 +316,7 @@ def test_turns_with_names_of_their_own(ground: Path) -> None:
 
 def test_unread_fields_are_listed(ground: Path) -> None:
     _, lines, _ = pairs_of(ground, FORMS["conversations next to their prompt"][0])
-    assert any("fields that are not used" in line and "score_chosen" in line for line in lines)
+    assert any("unused fields" in line and "score_chosen" in line for line in lines)
 
 
 def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
@@ -328,7 +328,7 @@ def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
     endless = {"prompt": "red", "chosen": "cat " * 60, "rejected": "blue dog"}
     documents, lines, _ = pairs_of(ground, endless, PAIR, dataset__max_length=48)
     assert len(documents) == 2
-    assert any("are longer than dataset.max_length=48 and left out" in line for line in lines)
+    assert any("are longer than dataset.max_length=48 and dropped" in line for line in lines)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -357,7 +357,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "last turn": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b"), ASK]},
-        "record 2: rejected ends with a turn of user, not with an answer",
+        "record 2: rejected ends with a user turn",
     ),
     "two forms": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is text",
@@ -404,5 +404,5 @@ def test_settings_that_cannot_work_are_refused(ground: Path, settings: dict[str,
 
 
 def test_texts_are_no_pairs(ground: Path) -> None:
-    with pytest.raises(UserError, match="task=preference: 1 of 1 records of dataset are no pairs"):
+    with pytest.raises(UserError, match="task=preference: 1 of 1 records of dataset are not pairs"):
         pairs_of(ground, {"prompt": "red", "completion": "cat"})

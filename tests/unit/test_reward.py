@@ -175,7 +175,7 @@ def test_eval_measures_rewards(ground: Path, finished: Path, capsys: pytest.Capt
     assert json.loads((ground / "other.json").read_text())["pairs"] == 16
     write_chats(ground / "chats.jsonl", 4)
     assert evaluate.main([str(finished), "--data", str(ground / "chats.jsonl")]) == 2
-    assert "task=reward: 4 of 4 records of dataset are no pairs" in capsys.readouterr().err
+    assert "task=reward: 4 of 4 records of dataset are not pairs" in capsys.readouterr().err
     assert "nats per pair" in (finished / "README.md").read_text()
     assert "nats per token" not in (finished / "report.html").read_text()
 
@@ -306,10 +306,10 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
         lines = [json.dumps(each | {"margin": margin}) + "\n" for each in records]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
-        "chats": "task=reward: 4 of 4 records of dataset are no pairs of a chosen and a rejected answer",
-        "answers": "task=reward: 4 records of dataset have one answer with a label, and a reward model",
-        "margins": "record 1: margin=0.5 is not a number of at most 1,000,000; give one, or remove the field",
-        "huge": "record 1: margin=1e+300 is not a number of at most 1,000,000; give one, or remove the field",
+        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer",
+        "answers": "task=reward: 4 records of dataset are labelled answers, not pairs",
+        "margins": "record 1: margin=0.5: must be a number of at most 1,000,000; fix it, or remove the field",
+        "huge": "record 1: margin=1e+300: must be a number of at most 1,000,000; fix it, or remove the field",
     }.items():
         with pytest.raises(UserError) as error:
             prepare(configure(ground, **(REWARD | {"dataset__path": str(tmp_path / f"{file}.jsonl")})))

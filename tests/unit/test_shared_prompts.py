@@ -18,8 +18,8 @@ from tests.unit.test_packing_probe import CPU, EXPERTS, LLAMA, model_of
 from trainer.commands.inspect import main as inspect
 from trainer.config import UserError, load_config
 from trainer.data.batches import PairBatch, collate
-from trainer.data.samples import Sample, join
-from trainer.data.shared_prompts import find_shared_keys, measure_savings, shared_length
+from trainer.data.samples import Sample, join_samples
+from trainer.data.shared_prompts import count_shared_tokens, find_shared_keys, measure_savings
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.packing_probe import share_prompt_keys
@@ -43,7 +43,7 @@ def pair(draw: random.Random, prompt: int, chosen: int, rejected: int) -> Sample
     documents = [
         Sample(start + answer, [False] * prompt + [True] * len(answer), [prompt + len(answer)]) for answer in answers
     ]
-    return join(documents)
+    return join_samples(documents)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def pairs() -> list[Sample]:
     draw = random.Random(0)
     sizes = [(9, 4, 7), (1, 3, 2), (14, 1, 1), (2, 12, 9)]
     first, *others = [pair(draw, *each) for each in sizes]
-    return [join([first, others[0]]), *others[1:]]
+    return [join_samples([first, others[0]]), *others[1:]]
 
 
 def losses_and_gradients(model: Any, samples: list[Sample], *, shared: bool) -> tuple[torch.Tensor, ...]:
@@ -110,11 +110,11 @@ def test_only_equal_untrained_tokens_are_shared() -> None:
         return Sample(ids, trained, [len(ids)])
 
     answer = document([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])
-    assert shared_length(answer, answer) == 2  # the token before the answer is computed for both
-    assert shared_length(answer, document([1, 9, 3, 4], [0, 0, 0, 1])) == 1
-    assert shared_length(answer, document([1, 2, 3, 4], [1, 1, 1, 1])) == 0
-    assert shared_length(document([1, 2], [0, 1]), document([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])) == 2
-    assert measure_savings([join([answer, answer])]) == 2 / 10
+    assert count_shared_tokens(answer, answer) == 2  # the token before the answer is computed for both
+    assert count_shared_tokens(answer, document([1, 9, 3, 4], [0, 0, 0, 1])) == 1
+    assert count_shared_tokens(answer, document([1, 2, 3, 4], [1, 1, 1, 1])) == 0
+    assert count_shared_tokens(document([1, 2], [0, 1]), document([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])) == 2
+    assert measure_savings([join_samples([answer, answer])]) == 2 / 10
     assert find_shared_keys([5, 3], [0, 0]) == {}
 
 

@@ -13,7 +13,7 @@ from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
 from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.samples import Sample
-from trainer.data.static_shapes import StaticShape, pad_to_shape, rounded_up, shape_of
+from trainer.data.static_shapes import StaticShape, choose_shape, pad_to_shape, round_up
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.patches.graphed_loss import GraphedLoss, StaticInputs
@@ -60,7 +60,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     loss = TokenLoss(model, fused=fused)
     wanted = loss(model, batch, CPU)
     gradients = torch.autograd.grad(wanted, flat.buffers)
-    shape = shape_of(batch)
+    shape = choose_shape(batch)
     assert shape.length > batch.input_ids.shape[1] or shape.targets > (batch.targets != IGNORED).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
     inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.targets), CPU)
@@ -84,7 +84,7 @@ def test_positions_of_padding_stay_among_those_of_documents() -> None:
 
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
     batch = collate([sample(37, 20, 5)], 0, packed=True, flat=True)
-    shape = shape_of(batch)
+    shape = choose_shape(batch)
     filled = pad_to_shape(batch, shape, pad_token_id=7)
     assert batch.cu_seqlens is not None and filled.cu_seqlens is not None and filled.position_ids is not None
     assert (shape.length, shape.documents) == (62, 4) and len(filled.cu_seqlens) == 5
@@ -97,11 +97,11 @@ def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
 
 def test_only_documents_of_one_length_are_taken_for_that() -> None:
     """4 x 16 = 64 would be computed as rows of a batch."""
-    even = shape_of(collate([sample(16, 16, 16, 16)], 0, packed=True, flat=True))
+    even = choose_shape(collate([sample(16, 16, 16, 16)], 0, packed=True, flat=True))
     assert even.is_even and (even.documents, even.longest) == (4, 16)
     for lengths in ((10, 16, 16, 22), (30, 34), (1, 63), (60,), (8, 8, 16, 16, 16)):
         batch = collate([sample(*lengths)], 0, packed=True, flat=True)
-        shape = shape_of(batch)
+        shape = choose_shape(batch)
         assert not shape.is_even or lengths == (60,)
         assert not even.holds(shape) and shape.holds(shape)
         assert max(lengths) <= shape.longest and (shape.is_even or len(lengths) < shape.documents)
@@ -123,11 +123,11 @@ def test_a_larger_shape_holds_a_smaller_one_of_as_many_tokens() -> None:
 
 def test_padding_is_a_sixteenth_at_most() -> None:
     for count in range(1, 5000):
-        assert count <= rounded_up(count) <= count + count / 16
-    assert (rounded_up(2048), rounded_up(2000), rounded_up(511)) == (2048, 2048, 512)
+        assert count <= round_up(count) <= count + count / 16
+    assert (round_up(2048), round_up(2000), round_up(511)) == (2048, 2048, 512)
     even = collate([sample(1000)], 0, packed=False, flat=False)
-    assert shape_of(even, (1000, 999)) == StaticShape(1, 1000, 999)
-    assert shape_of(even, (1000, 500)) == StaticShape(1, 1000, 1000) and shape_of(even).length == 1024
+    assert choose_shape(even, (1000, 999)) == StaticShape(1, 1000, 999)
+    assert choose_shape(even, (1000, 500)) == StaticShape(1, 1000, 1000) and choose_shape(even).length == 1024
 
 
 def test_rows_without_a_target_count_nothing() -> None:

@@ -13,6 +13,7 @@ from trainer.data.step_count import (
     resolve_global_batch,
     step_warnings,
     steps_line,
+    steps_per_epoch,
 )
 
 
@@ -40,8 +41,9 @@ def test_steps_are_counted_as_training_takes_them(
     assert count_steps(settings, samples, ranks) == steps
     if samples and settings.batch_size != AUTO and settings.max_steps is None:
         batches = batches_of(settings, samples, ranks)
-        assert steps == np.ceil(settings.epochs * batches.steps_per_epoch)
-        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({batches.steps_per_epoch} an epoch), ")
+        epoch_steps = steps_per_epoch(len(batches.samples), batches.global_batch_size)
+        assert steps == np.ceil(settings.epochs * epoch_steps)
+        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
 
 
 def batches_of(training: Any, samples: int, ranks: int) -> Batches:
@@ -98,9 +100,11 @@ def test_the_global_batch_fits_the_data(
 
 
 def test_a_global_batch_that_ranks_cannot_share() -> None:
-    with pytest.raises(UserError, match=r"global_batch_size=64: 3 ranks cannot share it evenly; use 63, or auto"):
+    with pytest.raises(
+        UserError, match=r"global_batch_size=64: cannot be divided evenly among 3 ranks; use 63, or auto"
+    ):
         resolve_global_batch(config_of(global_batch_size=64), 1000, 3)
-    with pytest.raises(UserError, match=r"global_batch_size=1: 4 ranks cannot share it evenly; use 4"):
+    with pytest.raises(UserError, match=r"global_batch_size=1: cannot be divided evenly among 4 ranks; use 4"):
         resolve_global_batch(config_of(global_batch_size=1), 1000, 4)
     assert resolve_global_batch(config_of(batch_size=3), 1000, 7) == config_of(batch_size=3)
 
@@ -125,7 +129,7 @@ def test_few_steps_are_said_with_what_to_change() -> None:
     packed = config_of({"packing": True, "val_split": 0.05}, epochs=3, batch_size=8, gradient_accumulation_steps=2)
     (line,) = step_warnings(packed, 7, 1)
     assert line == (
-        "3 optimizer steps in all, the first of them at a learning rate of 0 (7 samples, 16 a step): too few to "
+        "3 optimizer steps in total, the first of them at a learning rate of 0 (7 samples, 16 per step): too few to "
         "learn much; set training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
     )
     assert step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"
@@ -136,8 +140,8 @@ def test_evaluations_that_never_come_are_said() -> None:
     training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
     lines = step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
     assert lines == [
-        "training.eval_steps=100: the run has 60 steps, so nothing is evaluated within it, and best_checkpoint and "
-        "early_stopping have nothing to compare; use 15",
+        "training.eval_steps=100: the run has 60 steps, so it is not evaluated before its end, and best_checkpoint and "
+        "early_stopping have no losses to compare; use 15",
     ]
     assert step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 

@@ -30,7 +30,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Any], more: Any = 
     """Return the document of a record, through the columns of the cache."""
     encoder, record = DocumentEncoder(tokenizer, DatasetSection(**settings)), {"messages": messages, **(more or {})}
     shape = find_shape(SourceSection(), list(record), record, "dataset", has_chat_template=True)
-    columns = encoder.rows([record], 0, shape, "dataset")
+    columns = encoder.encode_rows([record], 0, shape, "dataset")
     return Sample(columns["input_ids"][0], columns["weights"][0] or columns["trained"][0], [columns["length"][0]])
 
 

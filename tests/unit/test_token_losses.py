@@ -12,7 +12,7 @@ from ops.head import LossKind, token_loss_sum, token_loss_sum_of_logits
 from tests.tiny import make_model
 from tests.token_losses import PARAMETERS, PUBLISHED
 from trainer.data.batches import MicroBatch, collate
-from trainer.data.samples import Sample, join
+from trainer.data.samples import Sample, join_samples
 from trainer.model.base import add_embedding_noise
 from trainer.patches.loss_head import TokenLoss
 
@@ -98,8 +98,8 @@ DOCUMENTS = [
 ]
 LAYOUTS: dict[str, MicroBatch] = {
     "padded": collate(DOCUMENTS, 0, packed=False, flat=False),
-    "packs": collate([join(DOCUMENTS[:2]), DOCUMENTS[2]], 0, packed=True, flat=False),
-    "one pack": collate([join(DOCUMENTS)], 0, packed=True, flat=True),
+    "packs": collate([join_samples(DOCUMENTS[:2]), DOCUMENTS[2]], 0, packed=True, flat=False),
+    "one pack": collate([join_samples(DOCUMENTS)], 0, packed=True, flat=True),
 }
 
 

@@ -46,7 +46,7 @@ def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pyt
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
     assert lines["steps"] == ("4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks")
-    assert lines["warning"].startswith("4 optimizer steps in all, the first of them at a learning rate of 0 (18 sam")
+    assert lines["warning"].startswith("4 optimizer steps in total, the first of them at a learning rate of 0 (18 s")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
 
@@ -70,10 +70,7 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
         f"dataset.max_length={limit + 1}",
     ]
     assert validate.main(words) == 2
-    assert (
-        f"the model was made for {limit} tokens, which is the end of its positions; use {limit}"
-        in capsys.readouterr().err
-    )
+    assert f"the model has positions for {limit} tokens only; use {limit}" in capsys.readouterr().err
 
 
 UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
@@ -135,7 +132,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("adapter=none", "adapter: none, all weights are trained"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
-        ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
+        ("training.global_batch_size=18", "warning: 2 optimizer steps in total, the first of them at"),
         ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )

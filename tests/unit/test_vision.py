@@ -248,7 +248,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image and 2 <image>"),
     "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images and 1 <image>"),
     "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image and 0 <image>"),
-    "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is an address .*download it"),
+    "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is a URL .*download it"),
     "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
     "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
     "pairs": (

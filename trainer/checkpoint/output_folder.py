@@ -20,7 +20,7 @@ from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP
 from trainer.contract.object_store import fetch_run
 from trainer.data.source_files import read_template
-from trainer.data.sources import local_path
+from trainer.data.sources import find_local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
 
@@ -54,13 +54,13 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     if config.dataset.chat_template is not None:
         read_template(config.dataset.chat_template)
     if config.scu.reference is not None:
-        local_path(SourceSection(path=config.scu.reference), "scu.reference")
+        find_local_path(SourceSection(path=config.scu.reference), "scu.reference")
     check_task_names(config.evaluation.tasks)
     data = config.dataset
     sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)] or [("dataset", data)]
     for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
         if source is not None and source.path is not None:
-            local_path(source, label)
+            find_local_path(source, label)
 
 
 def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:

@@ -17,7 +17,7 @@ from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import build_modelfile
 from trainer.commands.merged_model import build_merged, merge, save_merged
 from trainer.config import UserError
-from trainer.data.conversations import template_variables
+from trainer.data.conversations import build_template_variables
 from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.saved_adapter import load_adapter, scale_adapter
@@ -119,7 +119,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
 
 def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
     system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
-    variables = template_variables(run.config.dataset)
+    variables = build_template_variables(run.config.dataset)
     text = build_modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]

@@ -1,4 +1,4 @@
-"""Data sets: from files and hub names to masked, packed and deterministic micro-batches."""
+"""Data: from files and hub datasets to masked, packed and deterministic micro-batches."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a name on first use: most modules here import torch, which check_early must not need."""
     for module in ("batches", "cache", "grouping", "samples") if name in __all__ else ():
-        if hasattr(found := import_module(f"{__name__}.{module}"), name):
-            return getattr(found, name)
+        if hasattr(imported := import_module(f"{__name__}.{module}"), name):
+            return getattr(imported, name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

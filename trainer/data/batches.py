@@ -2,9 +2,9 @@
 
 Shapes: B sequences in a micro-batch, L the longest of them, D documents.
 
-By tokens, steps have sequences of similar length: an epoch's order is cut into windows of global batches, each window
-is sorted by length and its batches are shuffled, so that a step's sequences come from one 32nd of the lengths. Within a
-step, micro-batches have about equally many padded tokens: few long rows or many short ones.
+`dataset.batching: tokens` gives a step sequences of similar length: an epoch's order is cut into windows of 32 global
+batches, each window is sorted by length, and its batches are shuffled. Within a step, all micro-batches have about the
+same number of padded tokens: few long rows or many short ones.
 """
 
 from bisect import bisect_left
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from trainer.config import UserError
 from trainer.data.samples import Gather, Sample, Samples, SampleStream, split_documents
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
-from trainer.data.step_count import steps_per_epoch
 from trainer.data.vision import ImageInputs
 
 if TYPE_CHECKING:
     from trainer.data.streams import MixedStream, PackedStream
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
-# Long enough for the convolutions of recurrent models, short enough to cost nothing.
+_PAIR_FIELDS = ("reference", "margins")
+# Long enough for the convolutions of recurrent models, short enough to be free.
 _DUMMY_LENGTH = 8
 
 
@@ -42,8 +42,8 @@ class SequencePart:
     def cut(self, batch: "MicroBatch") -> "MicroBatch":
         """Return this rank's part of a flat batch [1, T], T a multiple of `size`.
 
-        Targets were shifted before: the last token of a part has the first one of the next part as its target. The
-        bounds of the documents remain those of the whole batch.
+        Targets are already shifted, so the target of a part's last token is the first token of the next part. The
+        document bounds remain those of the whole batch.
         """
         assert batch.position_ids is not None
         length = batch.input_ids.shape[1] // self.size
@@ -75,26 +75,26 @@ class MicroBatch:
     targets: torch.Tensor
     """`targets[t] = input_ids[t + 1]` if token t + 1 is trained and in the same document, else IGNORED."""
     tokens: int
-    """Tokens without padding and without rows added to fill the step."""
+    """Tokens, excluding padding and rows added to fill the step."""
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     """Positions from 0 in every document; padding counts as a separate document."""
     unpadded: torch.Tensor | None = None
-    """0 at the padding of packs in several rows, else 1. Models do not get it, since it would join documents."""
+    """0 at the padding of packs in several rows, else 1. Not passed to models: as a mask it would merge documents."""
     cu_seqlens: torch.Tensor | None = None
     """Bounds of the documents, int32 [D + 1]."""
     max_seqlen: int = 0
-    """Length of the longest document if there are `cu_seqlens`."""
+    """Length of the longest document; 0 without `cu_seqlens`."""
     weights: torch.Tensor | None = None
-    """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
+    """Weights of the targets, row by row, fp32 [K]; None if all are 1."""
     shared_keys: dict[str, Any] = field(default_factory=dict)
     """Result of `find_shared_keys` for documents that share a prompt."""
     sequence: SequencePart | None = None
-    """Which part of a flat batch this is, if ranks share it; `cu_seqlens` are then the bounds in the whole batch."""
+    """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then bounds the whole batch."""
     targets_before: int = 0
-    """Targets of the whole batch before this part."""
+    """Number of targets of the whole batch before this part."""
     images: dict[str, Any] = field(default_factory=dict)
-    """Inputs of the model for the images, with positions if the model has them in three dimensions."""
+    """Model inputs for the images, including 3D positions if the model uses them."""
 
     @property
     def target_count(self) -> int:
@@ -109,31 +109,31 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PairBatch(MicroBatch):
-    """A micro-batch of pairs: documents 2 i and 2 i + 1, in order of rows, are the answers chosen and rejected."""
+    """A micro-batch of pairs: documents 2i and 2i + 1, row by row, are the chosen and the rejected answer."""
 
     document_targets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    """Number of targets of each document, int64 [D]; empty without a pair."""
+    """Number of targets of each document, int64 [D]; empty without pairs."""
     reference: torch.Tensor | None = None
-    """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
+    """`Sample.reference` of the documents, fp32 [D]; None if not cached."""
     margins: torch.Tensor | None = None
-    """`Sample.margins` of the pairs, fp32 [D / 2]; None without a pair."""
+    """`Sample.margins` of the pairs, fp32 [D / 2]; None without pairs."""
 
     @property
     def target_count(self) -> int:
-        """Number of pairs; one that several ranks share counts once."""
+        """Number of pairs; a pair shared by several ranks counts once."""
         return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property
     def target_weight(self) -> float:
-        """Number of pairs, which all count the same."""
+        """Number of pairs: all have weight 1."""
         return self.target_count
 
 
 class GlobalBatches:
-    """The split of global batches of G = batch_size * accumulation * world_size samples over ranks and micro-steps.
+    """Splits global batches of G = batch_size * accumulation * world_size samples over ranks and micro-steps.
 
     Sample j of a global batch belongs to micro-step j // (batch_size * world_size) of rank (j // batch_size) %
-    world_size, so that (1 rank, 4 micro-steps) and (2 ranks, 2 micro-steps) train on the same samples in the same step.
+    world_size, so a step of (1 rank, 4 micro-steps) and one of (2 ranks, 2 micro-steps) train on the same samples.
     """
 
     def __init__(self, *, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
@@ -146,16 +146,16 @@ class GlobalBatches:
         return self.batch_size * self.accumulation * self.world_size
 
     def parts(self) -> list[slice]:
-        """Slices of a global batch that this rank takes, one per micro-step."""
+        """Return this rank's slices of a global batch, one per micro-step."""
         stride = self.batch_size * self.world_size
         firsts = [step * stride + self.rank * self.batch_size for step in range(self.accumulation)]
         return [slice(first, first + self.batch_size) for first in firsts]
 
 
 class Batches(GlobalBatches):
-    """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
+    """This rank's part of every global batch; the order of an epoch depends only on the seed and the epoch.
 
-    `by_tokens` is described above; `layout` are arguments of `collate`.
+    `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate`.
     """
 
     def __init__(
@@ -180,13 +180,8 @@ class Batches(GlobalBatches):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples of an epoch, over all ranks."""
+        """Number of samples in an epoch, over all ranks."""
         return len(self.samples)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of optimizer steps of an epoch; the last may be incomplete."""
-        return steps_per_epoch(len(self.samples), self.global_batch_size)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches of the step `offset` samples into the epoch, and the samples of all ranks.
@@ -194,14 +189,14 @@ class Batches(GlobalBatches):
         The last step of an epoch takes the remaining samples. A micro-step without a sample for this rank gets a row
         without targets, so that every rank runs the same number of micro-steps.
         """
-        taken = self.order(epoch)[offset : offset + self.global_batch_size]
+        selected = self.order(epoch)[offset : offset + self.global_batch_size]
         if self._lengths is None:
-            parts = [taken[part] for part in self.parts()]
+            micro_batches = [selected[part] for part in self.parts()]
         else:
-            cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
-            parts = [taken[part] for part in cut[self.rank :: self.world_size]]
-        rows = [[self.samples[index] for index in part.tolist()] for part in parts]
-        return [collate(part, **self._layout) for part in rows], len(taken)
+            parts = balance_tokens(self._lengths[selected], self.accumulation * self.world_size)
+            micro_batches = [selected[part] for part in parts[self.rank :: self.world_size]]
+        rows = [[self.samples[index] for index in indices.tolist()] for indices in micro_batches]
+        return [collate(part, **self._layout) for part in rows], len(selected)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's permutation of the samples."""
@@ -210,7 +205,7 @@ class Batches(GlobalBatches):
             generator = np.random.default_rng([self.seed, epoch])
             order = generator.permutation(count) if self.shuffle else np.arange(count)
             if self._lengths is not None:
-                order = like_lengths_together(order, self._lengths, self.global_batch_size, generator)
+                order = group_similar_lengths(order, self._lengths, self.global_batch_size, generator)
             self._order = epoch, order
         return self._order[1]
 
@@ -218,9 +213,9 @@ class Batches(GlobalBatches):
 class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
-    A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
-    after `load_state_dict`, starts at its state; any other offset reads up to it. With `gather`, the ranks tokenize for
-    each other. `layout` are arguments of `collate`.
+    A stream that ends restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the first
+    after `load_state_dict`, starts from the saved state; any other offset is reached by reading up to it. With
+    `gather`, the ranks tokenize for each other. `layout` is passed to `collate`.
     """
 
     def __init__(
@@ -239,31 +234,30 @@ class StreamBatches(GlobalBatches):
         self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
-        self._in_epoch = 0  # samples of this epoch
+        self._in_epoch = 0  # samples of this epoch read so far
         self._samples: MixedStream | PackedStream | None = None
-        self._rest: Iterator[Sample] = iter(())
+        self._remaining: Iterator[Sample] = iter(())
         self._state: dict[str, Any] = {}  # before the last step
         self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
 
     @property
     def samples_per_epoch(self) -> None:
-        """None: a stream is one endless epoch."""
+        """None, since a stream is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is ignored.
 
-        Raises UserError if the data cannot be read or is exhausted; the state is then that before the step.
+        Raises UserError if the data cannot be read or has no samples, and restores the state before the step.
         """
         try:
             if offset != self._position:
-                self._go_to(offset)
+                self._seek(offset)
             self._state = self.state_dict()
-            taken = self._take(self.global_batch_size)
+            samples = self._read(self.global_batch_size)
         except UserError:
             self._samples, self._position = None, -1
             raise
-        parts = [taken[part] for part in self.parts()]
-        return [collate(part, **self._layout) for part in parts], len(taken)
+        return [collate(samples[part], **self._layout) for part in self.parts()], len(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
@@ -278,21 +272,21 @@ class StreamBatches(GlobalBatches):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the step at the state's offset start there; nothing is read yet."""
+        """Start the step at the state's offset from this state; nothing is read yet."""
         self._state = state
         self._position = -1
 
-    def _go_to(self, offset: int) -> None:
-        known = self._state
-        if known.get("offset") != offset:
+    def _seek(self, offset: int) -> None:
+        state = self._state
+        if state.get("offset") != offset:
             self._position, self._skipped = 0, {}
             self._start(0, None)
-            self._take(offset)
+            self._read(offset)
             return
         self._position = offset
-        self._start(int(known["epoch"]), known["samples"])
-        self._in_epoch = int(known["in_epoch"])
-        self._skipped = known.get("skipped", {})
+        self._start(int(state["epoch"]), state["samples"])
+        self._in_epoch = int(state["in_epoch"])
+        self._skipped = state.get("skipped", {})
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -304,29 +298,31 @@ class StreamBatches(GlobalBatches):
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
         self._epoch, self._in_epoch = epoch, 0
         self._samples = self.stream.read(epoch, state, self.rank, self._gather)
-        self._rest = iter(self._samples)
+        self._remaining = iter(self._samples)
 
-    def _take(self, count: int) -> list[Sample]:
-        """Return the next samples, across the ends of epochs."""
-        taken: list[Sample] = []
-        while len(taken) < count:
-            sample = next(self._rest, None)
+    def _read(self, count: int) -> list[Sample]:
+        """Return the next samples, across epoch boundaries."""
+        samples: list[Sample] = []
+        while len(samples) < count:
+            sample = next(self._remaining, None)
             if sample is not None:
-                taken.append(sample)
+                samples.append(sample)
                 self._in_epoch += 1
             elif self._in_epoch:
                 self._skipped = self.skipped
                 self._start(self._epoch + 1, None)
             else:
-                raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")
+                raise UserError(
+                    "dataset.streaming=true: the stream has no record to train on. Check it with `zerolora inspect`."
+                )
         self._position += count
-        return taken
+        return samples
 
 
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
+    """Yield this rank's batches of one pass, in order; rows without targets give every rank equally many batches."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -344,11 +340,11 @@ def collate(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
+    """Return samples as tensors: padded to the longest, or `flat` in one row. No samples give a row without targets.
 
-    With `pairs`, the samples are of preference data; without packing each document gets a row. If `shared`, the prompt
-    of a pair is in one of its documents only, and the batch is flat. `sequence` cuts a flat
-    batch, after padding it with a document.
+    With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
+    chosen answer of a pair has the prompt, and the batch is flat. `sequence` pads a flat batch with a document and
+    returns this rank's part.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
@@ -357,14 +353,12 @@ def collate(
         else:
             rows = samples if packed else documents
             batch = collate(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
-        if sequence is not None:  # labels of answers, which every rank needs
+        if sequence is not None:  # every rank needs the labels of all answers
             batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
-        counts = torch.tensor(
-            [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
-        )
-        given = {name: [value for one in samples for value in getattr(one, name)] for name in ("reference", "margins")}
-        known: dict[str, Any] = {name: torch.tensor(values) for name, values in given.items() if values}
-        return PairBatch(**vars(batch), document_targets=counts, **known)
+        counts = [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
+        fields = {name: [value for sample in samples for value in getattr(sample, name)] for name in _PAIR_FIELDS}
+        tensors: dict[str, Any] = {name: torch.tensor(values) for name, values in fields.items() if values}
+        return PairBatch(**vars(batch), document_targets=torch.tensor(counts, dtype=torch.long), **tensors)
     tokens = sum(len(sample.input_ids) for sample in samples)
     if images is not None:
         rows = images.fill(samples)
@@ -373,30 +367,28 @@ def collate(
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
         rows.append(Sample([pad_token_id] * short, [False] * short, [short]))
-    found = [_targets(row) for row in rows]
-    weights = _weights(rows, found)
+    row_targets = [_targets(row) for row in rows]
+    weights = _weights(rows, row_targets)
     if flat:
-        batch = _join_rows(rows, found, tokens, weights)
+        batch = _join_rows(rows, row_targets, tokens, weights)
         return batch if sequence is None else sequence.cut(batch)
-    longest = max(len(row.input_ids) for row in rows)
-    input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
-    targets = np.full((len(rows), longest), IGNORED, dtype=np.int64)
-    extra = np.zeros((len(rows), longest), dtype=np.int64)
-    for index, row in enumerate(rows):
-        length = len(row.input_ids)
-        input_ids[index, :length] = row.input_ids
-        targets[index, :length] = found[index]
-        extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
-    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens, weights=weights)
-    extra_BL = torch.from_numpy(extra)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    longest = int(lengths.max())
+    input_ids = torch.full((len(rows), longest), pad_token_id)
+    targets = torch.full((len(rows), longest), IGNORED)
+    for index, (row, ids) in enumerate(zip(rows, row_targets, strict=True)):
+        input_ids[index, : len(ids)] = torch.tensor(row.input_ids)
+        targets[index, : len(ids)] = torch.from_numpy(ids)
+    batch = MicroBatch(input_ids, targets, tokens, weights=weights)
+    unpadded = (torch.arange(longest) < lengths[:, None]).long()
     if not packed:
-        return replace(batch, attention_mask=extra_BL)
-    widths = torch.tensor([len(row.input_ids) for row in rows])
-    return replace(batch, position_ids=extra_BL, unpadded=(torch.arange(longest) < widths[:, None]).long())
+        return replace(batch, attention_mask=unpadded)
+    positions = [_positions([*row.document_lengths, longest - len(row.input_ids)]) for row in rows]
+    return replace(batch, position_ids=torch.from_numpy(np.stack(positions)), unpadded=unpadded)
 
 
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
-    """Return the rows of several micro-batches of the same layout as one, in order."""
+    """Concatenate the rows of several micro-batches of the same layout."""
     is_flat = batches[0].cu_seqlens is not None
     longest = max(batch.input_ids.shape[1] for batch in batches)
     padding = {"input_ids": pad_token_id, "targets": IGNORED, "attention_mask": 0, "position_ids": 0, "unpadded": 0}
@@ -412,8 +404,8 @@ def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatc
         parts["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         parts["max_seqlen"] = max(batch.max_seqlen for batch in batches)
     if any(batch.weights is not None for batch in batches):
-        given = [torch.ones(batch.target_count) if batch.weights is None else batch.weights for batch in batches]
-        parts["weights"] = torch.cat(given)
+        weights = [torch.ones(batch.target_count) if batch.weights is None else batch.weights for batch in batches]
+        parts["weights"] = torch.cat(weights)
     return MicroBatch(**parts)
 
 
@@ -434,7 +426,7 @@ def _join_rows(
 
 
 def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Return the documents of pairs as a flat batch in which each prompt is computed once."""
+    """Return the documents of pairs as a flat batch that computes each prompt once."""
     shortened, shared = share_prompts(documents)
     batch = collate(shortened, pad_token_id, packed=True, flat=True)
     if not any(shared):
@@ -456,8 +448,8 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
 
 def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
     """Return the weights of the targets of all rows, fp32; None if all are 1."""
-    extra_BL = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
-    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, extra_BL, strict=True)]
+    positions = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
+    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
     weights = np.concatenate(parts)
     return torch.from_numpy(weights) if (weights != 1.0).any() else None
 
@@ -471,38 +463,39 @@ WINDOW = 32
 """Number of global batches sorted together."""
 
 
-def like_lengths_together(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
-    """Return an epoch's order with samples of similar lengths in each global batch; an incomplete batch stays last."""
+def group_similar_lengths(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
+    """Reorder an epoch so that each global batch has samples of similar lengths; an incomplete batch stays last."""
     windows = []
     for start in range(0, len(order), WINDOW * global_batch):
         window = order[start : start + WINDOW * global_batch]
-        whole = len(window) - len(window) % global_batch
+        end = len(window) - len(window) % global_batch
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # The shortest remain for the incomplete last batch.
-        batches = window[:whole].reshape(-1, global_batch)
-        windows += [*generator.permutation(batches), window[whole:]]
+        # The incomplete last batch gets the shortest samples.
+        batches = window[:end].reshape(-1, global_batch)
+        windows += [*generator.permutation(batches), window[end:]]
     return np.concatenate(windows) if windows else order
 
 
-def like_tokens(lengths: Index, count: int) -> list[Index]:
-    """Return the positions of a step's samples for each of `count` micro-batches, with padded tokens balanced.
+def balance_tokens(lengths: Index, count: int) -> list[Index]:
+    """Split a step's samples into `count` micro-batches with balanced padded tokens; return their positions.
 
-    No micro-batch has more padded tokens than with equally many rows each; some are empty if there are few samples.
+    No micro-batch has more padded tokens than a split into equally many rows would; with few samples some are empty.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
-    longest, most = int(descending[0]), int(descending[0]) * -(-len(order) // count)
-    # The least limit with which `count` micro-batches hold all samples.
-    least = bisect_left(range(most), -count, lo=longest, key=lambda limit: -len(_bounds(descending, limit)))
-    bounds = _bounds(descending, least)
-    bounds += [len(order)] * (count - len(bounds))
-    return [order[start:end] for start, end in zip([0, *bounds[:-1]], bounds, strict=True)]
+    longest = int(descending[0])
+    limits = range(longest * -(-len(order) // count))
+    # The smallest limit at which `count` micro-batches hold all samples.
+    limit = bisect_left(limits, -count, lo=longest, key=lambda limit: -len(_fill_micro_batches(descending, limit)))
+    ends = _fill_micro_batches(descending, limit)
+    ends += [len(order)] * (count - len(ends))
+    return [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _bounds(descending: Index, most: int) -> list[int]:
-    """Return the ends of micro-batches of at most `most` padded tokens, filled one after the other."""
-    bounds, start = [], 0
+def _fill_micro_batches(descending: Index, limit: int) -> list[int]:
+    """Fill micro-batches of at most `limit` padded tokens in order; return their ends."""
+    ends, start = [], 0
     while start < len(descending):
-        start = min(len(descending), start + max(1, most // int(descending[start])))
-        bounds.append(start)
-    return bounds
+        start = min(len(descending), start + max(1, limit // int(descending[start])))
+        ends.append(start)
+    return ends

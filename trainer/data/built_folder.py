@@ -1,4 +1,4 @@
-"""Folders that one of several processes builds and all read; damaged ones are rebuilt."""
+"""Folders that one of several processes builds and all of them read; damaged folders are rebuilt."""
 
 import errno
 import hashlib
@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from filelock import FileLock
@@ -18,22 +18,22 @@ from trainer.config import UserError
 
 Loaded = TypeVar("Loaded")
 MANIFEST = "files.json"
-# Only the size of larger files is compared: reading them would take minutes on every rank.
+# Of larger files only the size is compared: reading them would take minutes on every rank.
 CHECKED_BYTES = 1 << 30
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
-# Exceptions seen when reading half a file, or one with changed bytes (Arrow's own are ValueErrors).
-DAMAGE = (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+WRITE_ERRORS = DISK_FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+# Exceptions seen when reading a truncated or changed file (Arrow's own are ValueErrors).
+READ_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 
 def load_or_build(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
 ) -> tuple[Loaded, str | None]:
-    """Return `load(folder)`, after `build` has filled the folder if necessary, and a note if it was damaged.
+    """Return `load(folder)`, calling `build` first if necessary, and a note if the folder was damaged.
 
-    One process builds, behind a lock that is released if it dies, and renames the complete folder into place. A folder
-    that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if the folder cannot be written
-    or read by this user.
+    One process builds, holding a lock that is released if it dies, and renames the complete folder into place. A folder
+    that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if this user cannot write or read
+    the folder.
     """
     try:
         loaded, _ = _try_load(folder, load)
@@ -43,26 +43,25 @@ def load_or_build(
         with FileLock(folder.with_suffix(".lock")):
             return _build_locked(folder, build, load)
     except OSError as error:
-        above = bool(error.filename) and Path(error.filename) in folder.parents  # as below /proc
-        if error.errno not in UNWRITABLE and not above:
+        in_parent = bool(error.filename) and Path(error.filename) in folder.parents  # for example below /proc
+        if error.errno not in WRITE_ERRORS and not in_parent:
             raise
-        raise _unwritable(folder.parent, error) from error
+        raise _describe_unwritable(folder.parent, error) from error
 
 
 def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | None, Exception | None]:
-    """Return `load(folder)`, or None and why, if the folder is damaged."""
+    """Return `load(folder)`, or None and the error if the folder is damaged."""
     if not folder.exists():
         return None, None
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, written in manifest.items():
-            path = folder / name
-            if written != [path.stat().st_size, _digest(path)]:
-                raise ValueError(f"{name} is not what was written")
+        for name, entry in manifest.items():
+            if entry != _describe_file(folder / name):
+                raise ValueError(f"{name} differs from what was written")
         return load(folder), None
     except PermissionError:
         raise
-    except DAMAGE as error:
+    except READ_ERRORS as error:
         return None, error
 
 
@@ -75,37 +74,44 @@ def _build_locked(
     if damage is not None:
         shutil.rmtree(folder)
     building = folder.with_suffix(".building")
-    shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since nobody else has the lock
+    shutil.rmtree(building, ignore_errors=True)  # left by a process that died: this one holds the lock
     building.mkdir()
     try:
         build(building)
-        # Network file systems keep files that were removed while open as hidden files, and so their folder.
-        built = sorted(path for path in building.glob("[!.]*") if path.is_file())
-        files = {path.name: [path.stat().st_size, _digest(path)] for path in built}
-        (building / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
+        # Network file systems rename open files that are removed to hidden ones.
+        files = sorted(path for path in building.glob("[!.]*") if path.is_file())
+        manifest = {path.name: _describe_file(path) for path in files}
+        (building / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         os.rename(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    note = f"the tokenised data in {folder} was damaged ({' '.join(str(damage).split())}) and is made again"
+    note = f"the cached data in {folder} was damaged ({' '.join(str(damage).split())}) and is rebuilt"
     return load(folder), note if damage else None
 
 
-def _digest(path: Path) -> str:
-    if path.stat().st_size > CHECKED_BYTES:
-        return ""
+def _describe_file(path: Path) -> list[int | str]:
+    """Return the entry of a file in the manifest: its size and, unless it is large, its digest."""
+    size = path.stat().st_size
+    if size > CHECKED_BYTES:
+        return [size, ""]
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
+        return [size, hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()]
 
 
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    where = f"dataset.cache_dir={folder}: tokenised data cannot be written there ({error.strerror}"
+def digest_json(value: Any) -> str:
+    """Return a hash of a value that JSON can represent."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _describe_unwritable(folder: Path, error: OSError) -> UserError:
     entry = Path(error.filename or folder)
     if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(
-            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
-            f"its owner run `chmod -R a+rX {folder}`, or use another folder"
+            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it belongs to another user "
+            f"({error.strerror}); let its owner run `chmod -R a+rX {folder}`, or use another folder"
         )
+    problem = f"dataset.cache_dir={folder}: data cannot be written there ({error.strerror})"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return UserError(f"{where}); use a folder, not a file")
-    advice = "make room there" if error.errno in FULL else "fix its permissions"
-    return UserError(f"{where}); {advice}, or use another folder")
+        return UserError(f"{problem}; use a folder, not a file")
+    fix = "free space" if error.errno in DISK_FULL else "fix its permissions"
+    return UserError(f"{problem}; {fix}, or use another folder")

@@ -1,4 +1,4 @@
-"""The cache of prepared data: tokenized, masked, split and packed, named by content, tokenizer and settings."""
+"""The cache of prepared data: tokenized, masked, split and packed; keyed by content, tokenizer and settings."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.built_folder import load_or_build
+from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
-from trainer.data.grouping import DataStats, Sources, plan, read_figures
-from trainer.data.image_parts import FILE, has_changed, stored_file
+from trainer.data.grouping import DataStats, Sources, group_documents, read_figures
+from trainer.data.image_parts import FILE, get_stored_file, has_changed
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.sources import content_key
+from trainer.data.sources import compute_content_key
 from trainer.data.streams import look_ahead, stream_samples
 from trainer.data.vision import ImageReader
 
 _STATS = TypeAdapter(DataStats)
-# Part of every cache key: raise it when the same input gives other documents.
+# Part of every cache key: increment it when the same input gives different documents.
 CACHE_FORMAT = 9
-# Of a source in a mixed stream.
-LEAST_ODDS = 1e-6
+# Least fraction of a mixed stream's documents that come from one source.
+MIN_SOURCE_FRACTION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class PreparedData:
     stats: DataStats
     fingerprint: str
     origin: dict[str, str] = field(default_factory=dict)
-    """Digests that a resumed run compares: of the sources' bytes (`content`, except streams) and of the `tokenizer`
-    with its template; `vocabulary` is without."""
+    """Digests that a resumed run compares: `content` of the sources' bytes (except streams), `tokenizer` of the
+    tokenizer with its template, `vocabulary` of the tokenizer without it."""
 
 
 def prepare_data(
@@ -57,30 +57,30 @@ def prepare_data(
     check: Callable[[DataStats], object] = lambda stats: None,
     images: ImageReader | None = None,
 ) -> PreparedData:
-    """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
+    """Tokenize, mask, split and pack a dataset, or load the result from `cache_dir`.
 
-    Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
-    never mistaken for a complete one. Raises UserError for mistakes in the data, which `check` may find too, and for a
-    `max_length` above `max_length_of_model`, the rows of a model's table of positions.
+    Several processes may call this at once: the first builds, the others wait and read. An interrupted build is never
+    mistaken for a complete one. Raises UserError for mistakes in the data, including those that `check` finds, and for
+    a `max_length` above `max_length_of_model`, the size of the model's position table.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens, which is "
-            f"the end of its positions; use {max_length_of_model} or less"
+            f"dataset.max_length={section.max_length}: the model has positions for {max_length_of_model} tokens only; "
+            f"use {max_length_of_model} or less"
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section, images)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
-    _check_odds(streamed)
-    identity = _identity(section, encoder, stored + evaluation, seed)
+    _check_weights(streamed)
+    identity = _identify_data(section, encoder, stored + evaluation, seed)
     origin = {
-        "content": _digest(identity["content"]),
-        "tokenizer": _digest([identity[name] for name in ("tokenizer", "special_tokens", "template")]),
+        "content": digest_json(identity["content"]),
+        "tokenizer": digest_json([identity[name] for name in ("tokenizer", "special_tokens", "template")]),
         "vocabulary": str(identity["tokenizer"]),
     }
-    key = _digest(identity)
+    key = digest_json(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
 
@@ -110,35 +110,31 @@ def _prompt_form(reports: Sequence[SourceReport]) -> str | None:
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 
-def _check_odds(streamed: Sources) -> None:
+def _check_weights(streamed: Sources) -> None:
     total = sum(source.weight for _, source in streamed)
     for label, source in streamed:
-        if source.weight < LEAST_ODDS * total:
+        if source.weight < MIN_SOURCE_FRACTION * total:
             raise UserError(
-                f"{label}.weight={source.weight:g}: fewer than one document in a million would come from it; "
-                "raise it, or remove the source"
+                f"{label}.weight={source.weight:g}: fewer than one document in a million would come from this source; "
+                "raise the weight, or remove the source"
             )
 
 
-def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
+def _identify_data(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
     """Return everything that determines the documents: data, tokenizer, template and settings."""
-    # These only change the order and speed of training.
+    # These settings only change the order and speed of training.
     ignored = {"workers", "shuffle", "cache_dir", "batching"}
     return {
         "format": CACHE_FORMAT,
         "settings": section.model_dump(mode="json", exclude=ignored),
         "seed": seed if section.val_split or section.mix else None,
-        "content": [content_key(source, label) for label, source in sources],
+        "content": [compute_content_key(source, label) for label, source in sources],
         "template": encoder.chat.template if encoder.chat else None,
         "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
         "images": encoder.images.key if encoder.images else None,
         "transformers": transformers.__version__,
     }
-
-
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _build(
@@ -150,7 +146,7 @@ def _build(
         documents, report = encode_source(source, label, encoder, workers=section.workers, file=file)
         parts.append(read_figures(documents.data))
         reports.append(report)
-    training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
+    training, held_out, stats = group_documents(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(
         folder / "index.npz",
         train_starts=training.starts,
@@ -184,27 +180,26 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
 
 
 def _check_images(documents: pyarrow.Table) -> None:
-    """Raise ValueError if the file of an image has changed, so that the data is prepared again."""
+    """Raise ValueError if an image file has changed, so that the data is rebuilt."""
     for chunk in documents.column("images").chunks:
         stored = chunk.flatten()
         for reference in stored.filter(pc.starts_with(stored, FILE)).unique().to_pylist():
             if has_changed(reference):
-                raise ValueError(f"the image {stored_file(reference)} has changed")
+                raise ValueError(f"the image {get_stored_file(reference)} has changed")
 
 
-def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the reference text at `path`, read and cached as `dataset.path` but with a loss on all tokens.
+def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
+    """Return the texts at `path` with a loss on all tokens, read and cached like `dataset.path`.
 
-    The adapted model should predict it as its base does. `setting` names it in errors.
-    Raises UserError if there are none, or if one is longer than `dataset.max_length`: its cut part would be missing.
+    The adapted model should predict them as its base does. `setting` names the path in errors. Raises UserError if
+    there are no texts, or if one is longer than `dataset.max_length` and would be cut.
     """
-    alone = DatasetSection(
+    reference = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir
     )
+    cache_dir = Path(section.cache_dir).expanduser()
     try:
-        prepared = prepare_data(
-            alone, tokenizer, seed=seed, cache_dir=Path(section.cache_dir).expanduser(), max_length_of_model=None
-        )
+        prepared = prepare_data(reference, tokenizer, seed=seed, cache_dir=cache_dir, max_length_of_model=None)
     except UserError as error:
         raise UserError(str(error).replace("dataset.path=", f"{setting}=").replace("dataset:", f"{setting}:")) from None
     samples = prepared.train
@@ -212,6 +207,6 @@ def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, set
     if prepared.stats.truncated:
         raise UserError(
             f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} texts are longer than "
-            f"dataset.max_length={section.max_length}; cut them up, or raise it"
+            f"dataset.max_length={section.max_length}; split them, or raise it"
         )
     return samples

@@ -22,26 +22,26 @@ from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_mes
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
-LONGEST_S = 3
+MAX_RENDER_SECONDS = 3
 _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
 
 
 class RenderError(Exception):
-    """A failure of a chat template."""
+    """A chat template failed to render a conversation."""
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
-    """End a block that takes LONGEST_S of processor time, such as nested loops in a template, with RenderError."""
+def _limit_time() -> Iterator[None]:
+    """Raise RenderError in a block that uses MAX_RENDER_SECONDS of CPU time, for example in nested loops."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise RenderError(f"it takes more than {LONGEST_S} seconds")
+        raise RenderError(f"it takes more than {MAX_RENDER_SECONDS} seconds")
 
-    if current_thread() is not main_thread():  # which alone gets signals
+    if current_thread() is not main_thread():  # only the main thread gets signals
         yield
         return
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_SECONDS)
     try:
         yield
     finally:
@@ -50,9 +50,9 @@ def _limited_time() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """Renderer of conversations with one template; finds the tokens that begin and end answers.
+    """Renders conversations with one template, and finds the tokens that begin and end answers.
 
-    Raises UserError if the template does not compile, or cannot render a question and its answer.
+    Raises UserError if the template does not compile, or cannot render a question with its answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
@@ -65,18 +65,18 @@ class ChatTemplate:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         self.special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
         self._added = frozenset(added) - {""}
-        # Some tokenizers have thousands of them.
+        # Compared by length, since some tokenizers have thousands of added tokens.
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
         try:
             self._marked_source = mark_template(source)
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            named = f"chat template {shown(source)}: this template cannot be used ({error})"
-            raise UserError(f"{named}; set another one as dataset.chat_template") from None
+            problem = f"chat template {shown(source)}: this template cannot be used ({error})"
+            raise UserError(f"{problem}; fix it, or set another in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
-        """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""
+        """Return the text of messages, numbered or not. Raises RenderError if the template rejects them."""
         if not messages:
             return ""
         chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> Marked:
-        """Return the text of numbered messages, with the positions of their turns and, with `texts`, of their texts."""
+        """Return the text of numbered messages with the positions of their turns and, if `texts`, of their texts."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -94,29 +94,30 @@ class ChatTemplate:
     def _render(
         self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]
     ) -> str:
-        fitted = [self._fit(message) for message in chat]
+        adapted = [self._adapt_message(message) for message in chat]
         variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
         try:
-            # Not apply_chat_template, which removes content that is None: some templates need it with tool calls.
-            with _limited_time():
-                return str(render_jinja_template([fitted], chat_template=source, **variables)[0][0])
-        except Exception as error:  # the template is a program of the user's and may raise anything
+            # Not apply_chat_template, which removes None content: some templates need it in tool calls.
+            with _limit_time():
+                return str(render_jinja_template([adapted], chat_template=source, **variables)[0][0])
+        except Exception as error:  # a template is user code and may raise anything
             raise RenderError(f"{error}" or type(error).__name__) from None
 
-    def _fit(self, message: Message) -> Message:
-        fitted = dict(message)
+    def _adapt_message(self, message: Message) -> Message:
+        """Convert a message to the form that the template reads."""
+        adapted = dict(message)
         if IMAGE in message["content"]:
-            fitted["content"] = _split_images(message["content"])
+            adapted["content"] = _split_images(message["content"])
         elif message["role"] in self._part_roles:
-            fitted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            adapted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
         if "tool_calls" in message:
-            fitted["content"] = fitted["content"] or self._call_content
-            fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
+            adapted["content"] = adapted["content"] or self._call_content
+            adapted["tool_calls"] = [self._adapt_call(call) for call in message["tool_calls"]]
         if "reasoning_content" in message and "reasoning_content" not in self.source:
-            fitted |= {name: message["reasoning_content"] for name in ("thinking", "reasoning") if name in self.source}
-        return fitted
+            adapted |= {name: message["reasoning_content"] for name in ("thinking", "reasoning") if name in self.source}
+        return adapted
 
-    def _fit_call(self, call: Message) -> Message:
+    def _adapt_call(self, call: Message) -> Message:
         arguments = call["function"]["arguments"]
         if self._call_arguments is str:
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -131,14 +132,14 @@ class ChatTemplate:
             return self.render_marked(numbered, [_TOOL], **more)
 
     def _find_part_roles(self) -> None:
-        """Find the roles with content that the template only reads as a list of parts."""
+        """Find the roles for which the template only accepts content as a list of parts."""
         try:
             texts = self._probe(_QUESTION, _ANSWER).texts
-            lost = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
+            missing = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
         except RenderError:
-            lost = {"user", "assistant"}
-        if lost:
-            self._part_roles = frozenset(lost | ({"system"} if "user" in lost else set()))
+            missing = {"user", "assistant"}
+        if missing:
+            self._part_roles = frozenset(missing | ({"system"} if "user" in missing else set()))
             if not self._probe(_QUESTION, _ANSWER).texts.keys() >= {0, 1}:
                 self._part_roles = frozenset()
 
@@ -152,7 +153,7 @@ class ChatTemplate:
                 text = self.render([_QUESTION, _CALL], [_TOOL])
             except RenderError:
                 continue
-            # Neither Python's form of a dict nor JSON within JSON.
+            # Reject the repr of a dict, and JSON within JSON.
             if "Argument" in text and "'key'" not in text and '\\"key' not in text:
                 return
         self._call_content, self._call_arguments = "", dict
@@ -160,14 +161,14 @@ class ChatTemplate:
     def generation_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None
     ) -> str | None:
-        """Return the generation prompt after numbered messages; None if the template refuses them on their own.
+        """Return the generation prompt after numbered messages; None if the template rejects them alone.
 
-        `lead` is the text before the answer that follows them, if known. It is the cache key of prompts, since the same
-        lead after the same role has the same prompt.
+        `lead` is the text before the following answer, if known. It is part of the cache key, since equal leads after
+        equal roles have equal prompts.
         """
         key = (messages[-1]["role"] if messages else "", bool(tools), lead)
         if key not in self._prompts:
-            if len(self._prompts) > 1000:  # leads that differ in every conversation
+            if len(self._prompts) > 1000:  # every conversation has a different lead
                 self._prompts.clear()
             try:
                 self._prompts[key] = self._observe_prompt(messages, tools)
@@ -179,21 +180,21 @@ class ChatTemplate:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
         end = max((end for spans in after.turns.values() for _, end in spans), default=len(after.text))
         prompt = after.text[end:]
-        # Or the prompt is part of the last turn, or no turn is left to the loop.
+        # Otherwise the prompt is part of the last turn, or no turn was rendered by a loop.
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
     def common_length(self, left: str, right: str) -> int:
-        """Return the length of the common beginning of two texts, without cutting an added token of the second."""
-        cut = _common_length(left, right)
-        for at in range(max(0, cut - max(self._added_lengths, default=0)), cut):
-            if at + len(self._token_from(right, at)) > cut:
+        """Return the length of the common prefix of two texts, without cutting an added token of the second."""
+        length = _common_length(left, right)
+        for at in range(max(0, length - max(self._added_lengths, default=0)), length):
+            if at + len(self._token_from(right, at)) > length:
                 return at
-        return cut
+        return length
 
     def common_header(self, prompt: str, block: str) -> int:
-        """Return the length of the common beginning of a generation prompt and a turn, up to a line or added token end.
+        """Return the length of the common prefix of a generation prompt and a turn, up to a line or added token end.
 
-        More may be equal by chance, as `<t` in `<think>` and `<tool_call>`.
+        Beyond that, characters may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
         """
         begin = len(block) - len(block.lstrip())
         equal = _common_length(prompt, block[begin:])
@@ -201,14 +202,14 @@ class ChatTemplate:
             return len(block)
         ends = (at for at in range(equal, 0, -1) if prompt[at - 1] == "\n" or self._token_to(prompt, 0, at))
         end = next(ends, 0)
-        # The turn may leave out a token of the prompt and have the next: `</think>` for `<think></think>`.
-        rest, follows = prompt[end:], block[begin + end :]
-        tails = (rest[at:] for at in range(len(rest)) if self._token_from(rest, at))
-        tail = next((tail for tail in tails if follows.startswith(tail)), "")
+        # The turn may omit a token of the prompt and have the next: `</think>` for `<think></think>`.
+        prompt_rest, block_rest = prompt[end:], block[begin + end :]
+        tails = (prompt_rest[at:] for at in range(len(prompt_rest)) if self._token_from(prompt_rest, at))
+        tail = next((tail for tail in tails if block_rest.startswith(tail)), "")
         return begin + end + len(tail) if end else 0
 
     @property
-    def usual_prompt(self) -> str:
+    def default_prompt(self) -> str:
         """The generation prompt after a question, or the text before every answer if the template has none."""
         return self.question_prompt or self._fixed_header
 
@@ -220,7 +221,7 @@ class ChatTemplate:
         try:
             return name in self.render([_QUESTION, {**_CALL, "tool_calls": [first, second]}], [_TOOL])
         except RenderError:
-            return True  # it refuses such turns itself
+            return True  # it rejects such turns itself
 
     @cached_property
     def question_prompt(self) -> str:
@@ -232,7 +233,7 @@ class ChatTemplate:
 
     @cached_property
     def _fixed_header(self) -> str:
-        """The text before every answer in a template without a generation prompt; white space belongs to the answer."""
+        """The text before every answer in a template without a generation prompt; empty if only white space."""
         marked = self._probe(_QUESTION, _ANSWER)
         if 1 not in marked.turns or 1 not in marked.texts:
             return ""
@@ -241,9 +242,9 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """The token that ends an answer within a conversation, by whether it calls a tool.
+        """The token that ends an answer within a conversation, without (False) and with (True) tool calls.
 
-        It is in the answer's turn, or the first of the next turn.
+        It is the last token of the answer's turn, or the first of the next turn.
         """
         return {
             False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
@@ -259,37 +260,35 @@ class ChatTemplate:
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
     def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
-        """Return the token that ends an answer and where it ends: its own, or the one that begins what follows.
+        """Return the token that ends an answer, and its end: the answer's last token, or the one that follows it.
 
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
-        own = self.token_at_end(text, start, end)
-        if own in self.special:
-            return own, start + len(text[start:end].rstrip())
-        next_, stop = self.token_behind(text, end)
-        if next_ in self.special or (next_ and not own):
-            return next_, stop
-        return own, start + len(text[start:end].rstrip()) if own else end
+        last = self.token_at_end(text, start, end)
+        if last in self.special:
+            return last, start + len(text[start:end].rstrip())
+        following, stop = self.token_after(text, end)
+        if following in self.special or (following and not last):
+            return following, stop
+        return last, start + len(text[start:end].rstrip()) if last else end
 
     def token_at_end(self, text: str, start: int, end: int) -> str:
         """Return the added token at the end of a span, ignoring white space after it."""
         return self._token_to(text, start, start + len(text[start:end].rstrip()))
 
-    def token_behind(self, text: str, at: int) -> tuple[str, int]:
+    def token_after(self, text: str, at: int) -> tuple[str, int]:
         """Return the added token after a position, ignoring white space, and its end; else "" and the position."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._token_from(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)
 
     def _token_to(self, text: str, start: int, end: int) -> str:
-        """Return the longest added token that ends at `end`, if any."""
-        found = (
-            text[end - n : end] for n in self._added_lengths if n <= end - start and text[end - n : end] in self._added
-        )
-        return next(found, "")
+        """Return the longest added token that ends at `end`, or ""."""
+        lengths = (n for n in self._added_lengths if n <= end - start)
+        return next((text[end - n : end] for n in lengths if text[end - n : end] in self._added), "")
 
     def _token_from(self, text: str, at: int) -> str:
-        """Return the longest added token that begins at `at`, if any."""
+        """Return the longest added token that begins at `at`, or ""."""
         return next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), "")
 
 

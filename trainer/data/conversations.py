@@ -1,4 +1,4 @@
-"""Encoding of conversations: token ids and their weights in the loss, by the tokenizer's chat template."""
+"""Encode conversations with the tokenizer's chat template: token ids and their weights in the loss."""
 
 import json
 import re
@@ -19,20 +19,20 @@ from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
-FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
-# Names in warnings for parts of a record that a template leaves out.
-LOST_REASONING = "reasoning that the chat template leaves out; see dataset.chat_template_kwargs"
-LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat_template"
+FIX = "set dataset.chat_template to one with {% generation %} blocks around the answers, or dataset.train_on: all"
+# Descriptions in warnings of parts of a record that a template drops.
+LOST_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
+LOST_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
 
 
 def find_chat_template(
     tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
 ) -> str | None:
-    """Return the Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
+    """Return the Jinja template to use: the configured text or file, else that of the tokenizer, or None.
 
     If a tokenizer has several, conversations with tools use `tool_use`, as in transformers, and all others `default`.
-    Raises UserError if `configured` is empty, or looks like a file that is missing or cannot be read.
+    Raises UserError if `configured` is empty, or the path of a file that is missing or cannot be read.
     """
     if configured is None:
         template = tokenizer.chat_template
@@ -42,8 +42,8 @@ def find_chat_template(
     return read_template(configured)
 
 
-def template_variables(section: DatasetSection) -> dict[str, Any]:
-    """Return the variables of the chat template, in training and generation."""
+def build_template_variables(section: DatasetSection) -> dict[str, Any]:
+    """Return the variables passed to the chat template in training and generation."""
     return section.chat_template_kwargs | ({"enable_thinking": False} if section.thinking == "empty" else {})
 
 
@@ -55,34 +55,34 @@ def render_prompt(
 ) -> str:
     """Return the text of a conversation up to the assistant's answer, rendered as in training.
 
-    `messages` have a role and text content. The text contains the template's special tokens, so tokenize it without
-    adding any. Raises UserError if there is no chat template, or it refuses the conversation.
+    `messages` have a role and text content. The text contains the template's special tokens; tokenize it without adding
+    more. Raises UserError if there is no chat template, or it rejects the conversation.
     """
     source = find_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
-        raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
+        raise UserError("dataset.chat_template: the tokenizer has no chat template; set one")
     if tools and "tools" not in source:
         raise UserError("the conversation has tools, which the chat template does not support; remove them")
-    chat = lead_with_system([dict(message) for message in messages], section.system_prompt)
+    chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
-        return ChatTemplate(tokenizer, source, template_variables(section)).render(
+        return ChatTemplate(tokenizer, source, build_template_variables(section)).render(
             chat, tools, add_generation_prompt=True
         )
     except RenderError as error:
-        raise UserError(f"the chat template refuses the conversation ({error})") from None
+        raise UserError(f"the chat template rejects the conversation ({error})") from None
 
 
-def lead_with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """Return the messages with the system prompt in front, unless they begin with a system message."""
+def prepend_system_message(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """Return the messages after the system prompt, unless they begin with a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 class ChatEncoder:
-    """Encoder of conversations with the templates of a tokenizer.
+    """Encodes conversations with the templates of a tokenizer.
 
-    An assistant turn is trained from the end of the generation prompt, where the model continues at inference, to the
+    An assistant turn is trained from the end of the generation prompt, where the model starts at inference, to the
     end-of-turn token, inclusive. For other roles in `train_on`, the text and the end-of-turn token are trained, but not
     the tags around the text. With `mask_thoughts`, reasoning is not trained. Raises UserError if a template does not
     compile.
@@ -106,18 +106,16 @@ class ChatEncoder:
         sources = (template, tool_template or template)
         self.template = template if len(set(sources)) == 1 else sources
         _check_variables(variables or {}, sources)
-        known = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
-        self._templates = tuple(known[source] for source in sources)
+        templates = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
+        self._templates = tuple(templates[source] for source in sources)
 
     def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[Encoded]:
-        """Return the documents of conversations. Raises UserError for a bad record, named by `where`."""
-        rendered = [self._render(each, place) for each, place in zip(conversations, where, strict=True)]
-        documents = encode_spans(
-            self.tokenizer, [each.text for each in rendered], [each.spans for each in rendered], where
-        )
+        """Return the documents of conversations. Raises UserError for a bad record, identified by `where`."""
+        chats = [self._render(each, place) for each, place in zip(conversations, where, strict=True)]
+        documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], where)
         return [
-            replace(document, lost=tuple(each.lost), images=conversation.images)
-            for document, each, conversation in zip(documents, rendered, conversations, strict=True)
+            replace(document, lost=tuple(chat.lost), images=conversation.images)
+            for document, chat, conversation in zip(documents, chats, conversations, strict=True)
         ]
 
     def _render(self, conversation: Turns, where: str) -> "_Rendered":
@@ -125,8 +123,10 @@ class ChatEncoder:
         _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
         if messages:
-            # An added system turn gets the number after the last.
-            messages = [{TURN_KEY: len(messages), **each} for each in lead_with_system(messages, self.system_prompt)]
+            # A system turn that is inserted gets the number after the last.
+            messages = [
+                {TURN_KEY: len(messages), **each} for each in prepend_system_message(messages, self.system_prompt)
+            ]
         try:
             rendered = _Rendered(template, messages, conversation.tools, where)
             rendered.check_texts()
@@ -137,7 +137,7 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
-            raise UserError(f"{where}: the chat template refuses it ({error})") from None
+            raise UserError(f"{where}: the chat template rejects it ({error}); fix or remove the record") from None
         return rendered
 
 
@@ -156,7 +156,7 @@ class _Rendered:
             self._marks = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
-        """Record which parts of the turns the template leaves out. Raises UserError for indispensable ones."""
+        """Record which parts of the turns the template drops. Raises UserError unless they are optional."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
@@ -166,12 +166,12 @@ class _Rendered:
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
             if self._is_written(text, turn, self._marks.texts) and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
-                    problem = f"writes one tool call a turn, and turn {turn + 1} has {len(calls)}"
-                    raise UserError(f"{self._where}: the chat template {problem}; write each as a turn of its own")
-                continue
-            if role != "system":
+                    problem = f"writes one tool call per turn, and turn {turn + 1} has {len(calls)}"
+                    raise UserError(f"{self._where}: the chat template {problem}; write each as a separate turn")
+            elif role == "system":
+                self.lost[LOST_SYSTEM] = None
+            else:
                 raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
-            self.lost[LOST_SYSTEM] = None
 
     def _is_written(self, text: str, turn: int, marked: Spans) -> bool:
         core = text.strip()
@@ -181,7 +181,7 @@ class _Rendered:
         return all(each in self.text or json.dumps(each, ensure_ascii=False)[1:-1] in self.text for each in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
-        """Find the characters to train. Raises UserError if the template does not reveal them."""
+        """Find the characters to train. Raises UserError if they cannot be located in the rendered text."""
         if "all" in train_on:
             self.spans = [(0, len(self.text), 1.0)]
             return
@@ -192,19 +192,19 @@ class _Rendered:
             weight = weights.get(turn, 1.0)
             if role not in train_on or not weight:
                 continue
-            blocks, found = self._blocks(turn), list[Span]()
+            blocks, trained = self._find_blocks(turn), list[Span]()
             if role != "assistant":
                 ends = [self._end_token(start, end) for start, end in blocks]
-                found = _add_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+                trained = _merge_spans([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
-                found = self._find_answer(index, blocks)
+                trained = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
                 raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
-            self.spans += [(start, end, weight) for start, end in found if start < end]
+            self.spans += [(start, end, weight) for start, end in trained if start < end]
         self.spans.sort()
 
     def mask_thoughts(self) -> None:
-        """Do not train reasoning. Raises UserError if the template does not reveal it."""
+        """Exclude reasoning from training. Raises UserError if it cannot be located in the rendered text."""
         thinks = any("</think>" in str(each) or "reasoning_content" in each for each in self._chat)
         if thinks and not self._texts_are_marked:
             problem = "reasoning cannot be distinguished in this tokenizer's chat template"
@@ -214,50 +214,48 @@ class _Rendered:
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record whether the last answer lacks an end-of-turn token: the model would not learn to stop."""
+        """Record if the last answer has no end-of-turn token, since the model would not learn to stop."""
         if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
-        """Replace image placeholders by the images' tokens, which are not trained."""
-        edits, is_animated = reader.edits(self.text, images, self._where)
+        """Replace image placeholders with the images' tokens, which are not trained."""
+        edits, is_animated = reader.find_edits(self.text, images, self._where)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:
             self.lost[FIRST_FRAME] = None
 
-    def _blocks(self, turn: int) -> list[Span]:
-        """Find the spans of a turn, except those inside another role's: a result may repeat its call's number."""
-        role, own = self._roles[turn], self._marks.turns.get(turn, [])
-        if len(own) < 2:
-            return own
-        others = [span for other, spans in self._marks.turns.items() if self._roles[other] != role for span in spans]
-        return [(start, end) for start, end in own if not any(first <= start and end <= last for first, last in others)]
+    def _find_blocks(self, turn: int) -> list[Span]:
+        """Find the spans of a turn, except those inside another role's: a tool result may repeat its call's number."""
+        role, spans = self._roles[turn], self._marks.turns.get(turn, [])
+        if len(spans) < 2:
+            return spans
+        outer = [span for other, spans in self._marks.turns.items() if self._roles[other] != role for span in spans]
+        return [(start, end) for start, end in spans if not any(a <= start and end <= b for a, b in outer)]
 
     def _find_answer(self, index: int, blocks: list[Span]) -> list[Span]:
         template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
         if template.has_generation_blocks:
-            written = self._answer_start(index, *blocks[0])  # a block may hold the header, which is never trained
-            inside = [
-                (max(begin, written), stop)
+            answer_start = self._answer_start(index, *blocks[0])  # a block may hold the header, which is never trained
+            spans = [
+                (max(begin, answer_start), stop)
                 for start, end in blocks
                 for begin, stop in self._marks.generation
-                if start <= begin < stop <= end and written < stop
+                if start <= begin < stop <= end and answer_start < stop
             ]
-            if inside and not template.token_at_end(text, *inside[-1]):  # the template's block ends before the token
-                inside[-1] = (inside[-1][0], template.token_behind(text[: blocks[-1][1]], inside[-1][1])[1])
-        else:
-            start, end = blocks[0]
-            begin, texts = self._answer_start(index, start, end), self._marks.texts
-            if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
-                # The results of its calls are inside the turn. A rendering without them reveals where.
-                alone = template.render_marked(self._chat[: index + 1], self._tools)
-                own = [span for span in texts.get(turn, []) if span[0] >= begin]
-                stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
-                inside = [(begin, max(begin, stop)), *(span for span in own if span[0] >= stop)]
-            else:
-                inside = [(begin, end), *blocks[1:]]
-                inside[-1] = (inside[-1][0], self._answer_end(index, *inside[-1]))
-        return inside
+            if spans and not template.token_at_end(text, *spans[-1]):  # the template's block ends before the token
+                spans[-1] = (spans[-1][0], template.token_after(text[: blocks[-1][1]], spans[-1][1])[1])
+            return spans
+        start, end = blocks[0]
+        begin, texts = self._answer_start(index, start, end), self._marks.texts
+        if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
+            # The turn contains the results of its calls. A rendering without them shows where.
+            alone = template.render_marked(self._chat[: index + 1], self._tools)
+            stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
+            return [(begin, max(begin, stop)), *(span for span in texts.get(turn, []) if span[0] >= max(begin, stop))]
+        spans = [(begin, end), *blocks[1:]]
+        spans[-1] = (spans[-1][0], self._answer_end(index, *spans[-1]))
+        return spans
 
     def _answer_start(self, index: int, start: int, end: int) -> int:
         """Find the end of the generation prompt, or of the fixed text, at the beginning of an answer."""
@@ -266,16 +264,16 @@ class _Rendered:
         first = min((begin for begin in begins if start <= begin <= end), default=None)
         lead = None if first is None else self.text[start:first]
         observed = self._template.generation_prompt(self._chat[:index], self._tools, lead)
-        # It may follow the template's default system prompt in the turn, or precede the turn after a question.
-        prompt, last = (observed or self._template.usual_prompt).lstrip(), end if first is None else first
+        # The prompt may follow a default system prompt in the turn, or be at the end of the question's turn.
+        prompt, last = (observed or self._template.default_prompt).lstrip(), end if first is None else first
         at = self.text.find(prompt, max(0, start - len(prompt)), last)
         if at >= 0:
             return max(start, at + len(prompt))
-        # A prompt may begin the answer itself, as with <think>, although the turn has no such beginning.
+        # A prompt may contain the start of an answer, such as <think>, that this turn does not have.
         common = self._template.common_header(prompt, self.text[start:last])
-        # After results in the model's own turn, some templates prompt for nothing, although they do after questions.
-        writes_all = observed == "" and self._template.question_prompt
-        return start + common if common or writes_all or first is None else first
+        # After tool results in the model's turn, some templates have no prompt, although they have one after questions.
+        has_no_prompt = observed == "" and self._template.question_prompt
+        return start + common if common or has_no_prompt or first is None else first
 
     def _answer_end(self, index: int, start: int, end: int) -> int:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
@@ -287,7 +285,7 @@ class _Rendered:
         return len(self.text)
 
     def _end_token(self, start: int, end: int) -> Span:
-        """Find the end-of-turn token at the end of a block; an empty span for closing tags: [/INST], </result>."""
+        """Find the end-of-turn token at the end of a block; closing tags like [/INST] and </result> do not count."""
         stop = start + len(self.text[start:end].rstrip())
         token = self._template.token_at_end(self.text, start, end)
         closes = token.startswith(("</", "[/")) and token != self._template.eos_token
@@ -296,13 +294,12 @@ class _Rendered:
 
 def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> None:
     """Raise UserError for variables that templates do not use, or that the trainer sets."""
-    taken = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
+    reserved = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
     for name in variables:
-        problem = "is set by the trainer" if name in taken else ""
-        used = re.search(rf"\b{re.escape(name)}\b", "".join(sources))
-        problem = problem or ("" if used else "the chat template does not use it")
-        if problem:
-            raise UserError(f"dataset.chat_template_kwargs.{name}: {problem}; remove it")
+        if name in reserved:
+            raise UserError(f"dataset.chat_template_kwargs.{name}: is set by the trainer; remove it")
+        if not re.search(rf"\b{re.escape(name)}\b", "".join(sources)):
+            raise UserError(f"dataset.chat_template_kwargs.{name}: the chat template does not use it; remove it")
 
 
 def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> None:
@@ -315,12 +312,12 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
             )
 
 
-def _add_white_space(spans: list[Span], text: str) -> list[Span]:
-    """Return the spans, merged where only white space separates them."""
-    joined: list[Span] = []
+def _merge_spans(spans: list[Span], text: str) -> list[Span]:
+    """Merge spans that only white space separates."""
+    merged: list[Span] = []
     for start, end in sorted(spans):
-        if joined and not text[joined[-1][1] : start].strip():
-            joined[-1] = (joined[-1][0], end)
+        if merged and not text[merged[-1][1] : start].strip():
+            merged[-1] = (merged[-1][0], end)
         else:
-            joined.append((start, end))
-    return joined
+            merged.append((start, end))
+    return merged

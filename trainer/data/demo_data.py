@@ -1,11 +1,10 @@
-"""Data of the demonstration: conversations about the functions of Python's standard library.
+"""Demo data: conversations about the functions of Python's standard library.
 
 Each function is one conversation: the user gives the signature, and the assistant answers with a JSON record (module,
-name, arguments, first line of the docstring). Pretrained models answer with prose, so the held-out loss falls far.
+name, arguments, first line of the docstring). Pretrained models answer in prose, so the held-out loss falls a lot.
 """
 
 import ast
-import fcntl
 import hashlib
 import json
 import os
@@ -18,9 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from trainer.contract.whole_files import apply_umask
 
-# Increase when the records change, so that an older cache is not reused.
+# Increment when the records change, so that an older cache is not reused.
 DATA_VERSION = 1
 # One function name in 32 is held out: 224 of 6,653 records with Python 3.11.7.
 HELD_OUT = 32
@@ -32,7 +33,7 @@ Example = dict[str, list[dict[str, str]]]
 
 
 def demo_data(cache: Path) -> tuple[Path, Path]:
-    """Return the paths of train.jsonl and eval.jsonl, made from the running Python's standard library."""
+    """Return the paths of train.jsonl and eval.jsonl, built from the running Python's standard library."""
     version = ".".join(map(str, sys.version_info[:3]))
     folder = cache / f"stdlib-{version}-v{DATA_VERSION}"
     if not folder.is_dir():
@@ -41,10 +42,9 @@ def demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill `folder` with `make` in a temporary folder that is renamed when complete; other processes wait."""
+    """Fill `folder` by calling `make` with a temporary folder, renamed when complete; other processes wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():
             return
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -62,7 +62,7 @@ def _write_splits(folder: Path) -> None:
     for name, example in stdlib_examples(Path(sysconfig.get_path("stdlib"))):
         splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
     for split, examples in splits.items():
-        # In source order a short evaluation would only see one module. Ordered by hash, it is the same everywhere.
+        # In source order, a short evaluation would cover only one module. The order by hash is the same everywhere.
         examples.sort(key=lambda example: _hash(example["messages"][0]["content"]))
         lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -95,10 +95,10 @@ def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
 def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of string escapes in the library
+            warnings.simplefilter("ignore")  # invalid escapes in the library
             tree = ast.parse(file.read())
     except (SyntaxError, UnicodeDecodeError):
-        return  # deliberately broken files, and templates that are no Python until filled in
+        return  # deliberately broken files, and templates
     pending: list[tuple[str, Any]] = [("", tree)]
     while pending:
         owner, node = pending.pop()

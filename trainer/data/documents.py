@@ -1,4 +1,4 @@
-"""Encoding of records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
+"""Encode records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
 
 import os
 import re
@@ -19,15 +19,15 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
-from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
-from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, listed
+from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, find_chat_template
+from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, join_names
 from trainer.data.marks import strip_reasoning
 from trainer.data.pairs import Labelled, Pair, join_labelled, join_pair, read_pair, read_unpaired
-from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
+from trainer.data.records import Text, Turns, find_answers, find_prompt_form, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
-from trainer.data.tokens import Encoded, encode_texts, leading_token
+from trainer.data.tokens import Encoded, encode_texts, find_leading_token
 from trainer.data.vision import ImageReader
 
 if TYPE_CHECKING:
@@ -38,25 +38,25 @@ LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Types of the columns of tokenized documents, which columns.yaml describes."""
 ROWS_AT_ONCE = 512
 Example = Turns | Text | Pair | Labelled
-# A token to predict and one before it.
+# One token to predict, and the one before it.
 SHORTEST_PART = 2
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """Facts about a source."""
+    """The format of a source, its skipped records, and notes for the user."""
 
     shape: Shape
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """Form of its prompts as text (see `prompt_form`); None for conversations."""
+    """Form of the prompts as text (see `find_prompt_form`); None for conversations."""
 
 
 class DocumentEncoder:
-    """Encoder of records of any format with one tokenizer and one set of masking rules; can be pickled for workers.
+    """Encodes records of any format with one tokenizer and one set of masking rules; can be pickled for workers.
 
-    Raises UserError for a tokenizer without the offsets of its tokens.
+    Raises UserError for a tokenizer that does not report the offsets of its tokens.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class DocumentEncoder:
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which gives the positions of tokens "
-                "in the text; use a tokenizer that has one"
+                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which reports the positions of tokens "
+                "in the text; use a fast tokenizer"
             )
         self.tokenizer, self.images = tokenizer, images
         self.max_length = section.max_length
@@ -77,7 +77,6 @@ class DocumentEncoder:
         self.chat = None
         if template:
             for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
-            variables, masks = template_variables(section), section.thinking == "mask"
             if section.thinking == "empty" and "enable_thinking" not in template:
                 raise UserError("dataset.thinking=empty: the chat template has no enable_thinking; use strip")
             self.chat = ChatEncoder(
@@ -85,21 +84,24 @@ class DocumentEncoder:
                 template,
                 tuple(self.train_on),
                 section.system_prompt,
-                variables,
+                build_template_variables(section),
                 for_tools,
-                mask_thoughts=masks,
+                mask_thoughts=section.thinking == "mask",
                 images=images,
             )
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._first = leading_token(tokenizer)
+        self._first = find_leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def find_shape(
         self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
     ) -> tuple[Shape, dict[str, Any]]:
-        """Return a source's format by its first rows, and its first record. Raises UserError if none is readable."""
+        """Return a source's format, found from its first rows, and its first record.
+
+        Raises UserError if no row is readable.
+        """
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
@@ -108,94 +110,98 @@ class DocumentEncoder:
         fields = list(dict.fromkeys(name for record in records for name in record))
         return find_shape(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
 
-    def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
-        """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
+    def encode_rows(
+        self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str
+    ) -> dict[str, list[Any]]:
+        """Return the columns of columns.yaml for rows of a source, starting at record `first` (from 0)."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
-            return self._columns(rows, shape, where)
+            return self._encode_columns(rows, shape, where)
         except UserError:
             if not self.skips:
                 raise
         problems: dict[str, str] = {}
         for row, place in zip(rows, where, strict=True):
             try:
-                self._columns([row], shape, [place])
+                self._encode_columns([row], shape, [place])
             except UserError as error:
                 problems[place] = str(error)
         good = [(row, place) for row, place in zip(rows, where, strict=True) if place not in problems]
-        columns = self._columns([row for row, _ in good], shape, [place for _, place in good])
+        columns = self._encode_columns([row for row, _ in good], shape, [place for _, place in good])
         for problem in problems.values():
             for name, column in columns.items():
                 column.append([] if name in LISTS else {"bool": False, "string": problem}.get(VALUES[name], 0))
         return columns
 
-    def _columns(
+    def _encode_columns(
         self, records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
     ) -> dict[str, list[Any]]:
         """Return the columns of some rows of a source. Raises UserError for a bad record."""
-        rows: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
+        columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
-        found = [
-            read(parse_row(record), shape, place, self.system_prompt)
-            for record, place in zip(records, where, strict=True)
-        ]
-        several = [each if isinstance(each, list) else [each] for each in found]
-        examples = [self._prepare(example) for each in several for example in each]
-        where = [place for place, each in zip(where, several, strict=True) for _ in each]
-        for example, place in zip(examples, where, strict=True):
-            self._check_images(example, place)
-        image_ids = frozenset(self.images.token_ids if self.images else ())
-        for example, document, continued in self._split(examples, self.encode(examples, where)):
-            sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
-            sides = [each.answer if isinstance(each, Labelled) else each for each in sides]
-            answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
-            too_long = len(document.input_ids) > self.max_length
-            rows["input_ids"].append(document.input_ids[: self.max_length])
-            weights = document.trained[: self.max_length]
-            rows["trained"].append([weight > 0 for weight in weights])
-            rows["weights"].append(weights if set(weights) - {0.0, 1.0} else [])
-            rows["length"].append(min(len(document.input_ids), self.max_length))
-            rows["rejected"].append(document.rejected)
-            rows["margin"].append(example.margin if isinstance(example, Pair) else 0.0)
-            rows["label"].append((1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0)
-            # Documents without targets are left out, as in streams; an answer of a pair is never cut.
-            left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
-            # Nor are the tokens of an image.
-            left_out |= bool(document.images) and not image_ids.isdisjoint(document.input_ids[self.max_length :])
-            rows["images"].append(document.images)
-            rows["image_tokens"].append(sum(each in image_ids for each in document.input_ids) if document.images else 0)
-            rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
-            rows["truncated"].append(too_long or document.cut)
-            rows["answers"].append(len(answers))
-            rows["empty"].append(sum(not answer for answer in answers))
-            content = b"".join([np.asarray(document.input_ids, np.int32).tobytes(), *document.images])
-            rows["digest"].append(xxhash.xxh3_64_intdigest(content) - 2**63)
-            rows["continued"].append(continued)
-            turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
-            rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
-            rows["unread"].append([] if continued else [*example.unread, *document.lost])
-            rows["problem"].append(None)
-        return rows
+        examples: list[Any] = []
+        places: list[str] = []
+        for record, place in zip(records, where, strict=True):
+            example = read(parse_row(record), shape, place, self.system_prompt)
+            for each in example if isinstance(example, list) else [example]:
+                examples.append(self._apply_settings(each))
+                places.append(place)
+                self._check_images(examples[-1], place)
+        for example, document, continued in self._split(examples, self.encode(examples, places)):
+            for name, value in self._describe_document(example, document, continued).items():
+                columns[name].append(value)
+        return columns
+
+    def _describe_document(self, example: Example, document: Encoded, continued: bool) -> dict[str, Any]:
+        """Return the values of a document in all columns."""
+        sides = _sides(example)
+        answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
+        turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
+        weights = document.trained[: self.max_length]
+        trained = [weight > 0 for weight in weights]
+        too_long = len(document.input_ids) > self.max_length
+        image_ids = frozenset(self.images.token_ids if self.images and document.images else ())
+        # Answers of pairs and image tokens are never cut. Documents without targets are dropped, as in streams.
+        is_dropped = too_long and (self.too_long == "drop" or document.rejected > 0)
+        is_dropped |= not image_ids.isdisjoint(document.input_ids[self.max_length :])
+        content = b"".join([np.asarray(document.input_ids, np.int32).tobytes(), *document.images])
+        return {
+            "input_ids": document.input_ids[: self.max_length],
+            "trained": trained,
+            "weights": weights if set(weights) - {0.0, 1.0} else [],
+            "unread": [] if continued else [*example.unread, *document.lost],
+            "images": document.images,
+            "length": len(weights),
+            "image_tokens": sum(token in image_ids for token in document.input_ids),
+            "rejected": document.rejected,
+            "margin": example.margin if isinstance(example, Pair) else 0.0,
+            "label": (1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0,
+            "targets": 0 if is_dropped else sum(trained[1:]),
+            "truncated": too_long or document.cut,
+            "answers": len(answers),
+            "empty": answers.count(False),
+            "digest": xxhash.xxh3_64_intdigest(content) - 2**63,
+            "continued": continued,
+            "control": any(self._special.search(str(turn["content"])) for turn in turns),
+            "problem": None,
+        }
 
     def _check_images(self, example: Example, where: str) -> None:
         """Raise UserError for images in one answer of a pair, or with a model that is not trained on images."""
-        turns = example.answer if isinstance(example, Labelled) else example
-        sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [turns]
-        if not any(isinstance(side, Turns) and side.images for side in sides):
-            return
-        if self.images is None:
-            problem = "this model is not trained on images"
-            fix = "use one of the table in docs/guide/vision.md, install what it names there, or remove the images"
-            raise UserError(f"{where}: has images, and {problem}; {fix}")
-        if len({side.images for side in sides if isinstance(side, Turns)}) > 1:
-            raise UserError(f"{where}: chosen and rejected have different images; give those of the prompt alone")
+        images = {side.images for side in _sides(example) if isinstance(side, Turns)}
+        if any(images) and self.images is None:
+            fix = "use a model of the table in docs/guide/vision.md with the packages it names, or remove the images"
+            raise UserError(f"{where}: has images, and this model is not trained on images; {fix}")
+        if len(images) > 1:
+            raise UserError(f"{where}: chosen and rejected have different images; keep only those of the prompt")
 
-    def _prepare(self, example: Example) -> Any:
-        """Return a conversation without its reasoning, or only its last answer trained, as the settings say."""
+    def _apply_settings(self, example: Example) -> Any:
+        """Strip the reasoning of conversations, or train only their last answer, as configured."""
         if isinstance(example, Pair):
-            return replace(example, chosen=self._prepare(example.chosen), rejected=self._prepare(example.rejected))
+            chosen, rejected = map(self._apply_settings, (example.chosen, example.rejected))
+            return replace(example, chosen=chosen, rejected=rejected)
         if isinstance(example, Labelled):
-            return replace(example, answer=self._prepare(example.answer))
+            return replace(example, answer=self._apply_settings(example.answer))
         if not isinstance(example, Turns):
             return example
         messages, weights = example.messages, dict(example.weights)
@@ -207,37 +213,37 @@ class DocumentEncoder:
         return replace(example, messages=messages, weights=weights)
 
     def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
-        """Return a report on a source from its first record and the columns of some or all records."""
+        """Build the report on a source from its first record and the columns of some or all of its records."""
         problems = rows.column("problem").drop_null().to_pylist()
         total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
         if total == len(problems):
             raise UserError(problems[0])
         notes = [shape.note]
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
-        found = {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
-        lost = {phrase: found.pop(phrase) for phrase in LOST if phrase in found}
-        if found:
-            named = listed(f"{shown(name, 30)} (in {count:,})" for name, count in found.items())
-            notes.append(f"{label}: fields that are not used, of {total:,} records: {named}")
+        unread = {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
+        lost = {phrase: unread.pop(phrase) for phrase in LOST if phrase in unread}
+        if unread:
+            names = join_names(f"{shown(name, 30)} (in {count:,})" for name, count in unread.items())
+            notes.append(f"{label}: unused fields, of {total:,} records: {names}")
         for phrase, count in lost.items():
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
-        text = prompt_form(shape, first)
+        text = find_prompt_form(shape, first)
         if text is not None and self.chat is not None and shape.format == "prompt_completion":
             fields = f"{{instruction: {shape.names['prompt']}, output: {shape.names['completion']}}}"
             notes.append(
-                f"{label}: prompts are trained as text, without the tokenizer's chat template, and are asked the same "
-                f"way; to train through the template set {label}.format=alpaca and {label}.fields={fields}"
+                f"{label}: prompts are used as plain text, without the tokenizer's chat template, in training and "
+                f"generation; to use the template set {label}.format=alpaca and {label}.fields={fields}"
             )
         return SourceReport(shape, len(problems), tuple(notes), text)
 
     def _split(
         self, examples: Sequence[Example], documents: Sequence[Encoded]
     ) -> Iterator[tuple[Example, Encoded, bool]]:
-        """Yield documents and whether they continue the previous one: texts are split into parts of max_length tokens.
+        """Split texts into parts of max_length tokens; yield documents and whether they continue the previous one.
 
-        Each part starts with the last token of the previous one, so that every token but the first is a target once.
+        Each part starts with the last token of the previous part, so that every token but the first is a target once.
         """
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
@@ -250,7 +256,7 @@ class DocumentEncoder:
                 yield example, Encoded(ids[part], trained[part]), at > 0
 
     def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[Encoded]:
-        """Return whole documents, in order; conversations and texts are tokenized in one batch each."""
+        """Return untruncated documents, in order; conversations and texts are each tokenized in one batch."""
         labelled = [example for example in examples if isinstance(example, Labelled)]
         if labelled:
             answers = self.encode([each.answer for each in labelled], where)
@@ -258,30 +264,38 @@ class DocumentEncoder:
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-            each = iter(self.encode(sides, [place for place in where for _ in range(2)]))
-            return [join_pair(one, other, self.max_length, self._first) for one, other in zip(each, each, strict=True)]
+            answers = self.encode(sides, [place for place in where for _ in range(2)])
+            answer_pairs = zip(answers[::2], answers[1::2], strict=True)
+            return [join_pair(chosen, rejected, self.max_length, self._first) for chosen, rejected in answer_pairs]
         encoded: dict[int, Encoded] = {}
         chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
         texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}
         if chats:
             if self.chat is None:
                 raise UserError(
-                    f"{where[min(chats)]}: a conversation, and this tokenizer has no chat template; give "
-                    "dataset.chat_template a Jinja text or file, or model.tokenizer one of an instruction-tuned model"
+                    f"{where[min(chats)]}: is a conversation, and the tokenizer has no chat template; set "
+                    "dataset.chat_template to a Jinja text or file, or model.tokenizer to that of a chat model"
                 )
-            done = self.chat.encode(list(chats.values()), [where[at] for at in chats])
-            encoded.update(zip(chats, done, strict=True))
+            documents = self.chat.encode(list(chats.values()), [where[at] for at in chats])
+            encoded.update(zip(chats, documents, strict=True))
         if texts:
-            done = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [where[at] for at in texts])
-            encoded.update(zip(texts, done, strict=True))
+            documents = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [where[at] for at in texts])
+            encoded.update(zip(texts, documents, strict=True))
         return [encoded[at] for at in range(len(examples))]
+
+
+def _sides(example: Example) -> list[Turns | Text]:
+    """Return both answers of a pair with the prompt, or the only one."""
+    if isinstance(example, Pair):
+        return [example.chosen, example.rejected]
+    return [example.answer if isinstance(example, Labelled) else example]
 
 
 @replaces("`os.environ` after `Dataset.map`")
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
 ) -> "tuple[Dataset, SourceReport]":
-    """Return all documents of a source, memory-mapped from `file` (one per worker next to it), and a report on it.
+    """Return all documents of a source, memory-mapped from `file` (or one per worker next to it), and a report on it.
 
     Raises UserError for the first record that cannot be read, unless bad records are skipped.
     """
@@ -294,8 +308,8 @@ def encode_source(
     assert isinstance(records, Dataset)
     shape, first = encoder.find_shape(source, list(records.take(ROWS_AT_ONCE)), label)
     environment, count = os.environ, min(workers, len(records))
-    # If a handler is installed, CPython loses a signal that reaches a forked worker before its first instruction, and
-    # a pool that ends its workers because one has failed would wait forever.
+    # With a handler installed, CPython loses a signal that reaches a forked worker before its first instruction, and a
+    # pool that terminates its workers because one has failed would wait forever.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if count > 1 else None
     try:
         documents = records.map(
@@ -309,11 +323,11 @@ def encode_source(
             num_proc=count if count > 1 else None,
             cache_file_name=str(file),
             new_fingerprint=file.stem,
-            desc=f"tokenising {source.path}",
+            desc=f"tokenizing {source.path}",
         )
     finally:
-        # With several workers, datasets replaces os.environ by a copy: other code would keep using the old one.
-        os.environ = environment  # noqa: B003 (the very object, not its contents)
+        # With several workers, datasets replaces os.environ with a copy, while other code keeps the original.
+        os.environ = environment  # noqa: B003 (restores the object, not its contents)
         if count > 1:
             signal.signal(signal.SIGTERM, handler)
         del records
@@ -325,4 +339,4 @@ def _encode_batch(
     batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encoder.rows(rows, indices[0], shape, label)
+    return encoder.encode_rows(rows, indices[0], shape, label)

@@ -16,39 +16,39 @@ REQUIRED, OPTIONAL = (
     {format_: tuple(names.split()) for format_, names in _TABLES[kind].items()} for kind in ("required", "optional")
 )
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
-# Names of a list of turns.
+# Field names of a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
-ONE_EACH = "write each record on a line of its own"
-WANTED = "messages | conversations | instruction + output | prompt + completion | text"
+ONE_RECORD_PER_LINE = "write one record per line"
+SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + completion | text"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A source's format, the records' names of its fields, and how both were found."""
+    """The format of a source, and the names of its fields in the records."""
 
     format: str
     names: Mapping[str, str]
     template: str | None = None
     template_without_input: str | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Roles of the records -> our roles."""
+    """Role names of the records -> those of chat templates."""
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
-    """Where relative paths of images are looked for."""
+    """Base folder of relative image paths."""
 
 
 def find_shape(
     source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
 ) -> Shape:
-    """Return the format of a source's records from the configuration, the column names and the first record.
+    """Find the format of a source's records from the configuration, the column names and the first record.
 
-    Raises UserError with the fields found and the fields expected.
+    Raises UserError, naming the actual and the expected fields.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
     if first and all(isinstance(value, list) and value and isinstance(value[0], str) for value in first.values()):
         where = f"{label}.path={shown(source.path)}, record 1"
-        raise UserError(f"{where}: has columns as lists ({listed(columns)}), not one value each; {ONE_EACH}")
+        raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
         shape = _detect(source, columns, first, label)
@@ -66,8 +66,8 @@ def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], 
     is_paired = format_ == UNPAIRED and all(names[name] in columns for name in REQUIRED[PREFERENCE])
     if missing and not is_paired:
         raise UserError(
-            f"{label}.format={format_}: no field {' or '.join(missing)} in the records, which have {listed(columns)}; "
-            f"set {label}.format: auto, or name them in {label}.fields"
+            f"{label}.format={format_}: the records have no {' or '.join(missing)}, but {join_names(columns)}; "
+            f"set {label}.format: auto, or name the fields in {label}.fields"
         )
     if format_ == "custom":
         names |= _template_names(source, columns, label)
@@ -91,9 +91,10 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
         return Shape(format_, {**optional, **names}, roles=_map_roles(source), note=note)
 
-    given = bool({"chosen", "rejected"} & set(source.fields))
-    if (given or not source.fields) and (names := _preference_names(present, first, label, given=given)):
-        return shape(PREFERENCE, names)
+    configured = bool({"chosen", "rejected"} & set(source.fields))
+    if configured or not source.fields:
+        if names := _find_preference_names(present, first, label, configured=configured):
+            return shape(PREFERENCE, names)
     if isinstance(first.get(present.get("label", "")), bool) and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
@@ -110,17 +111,15 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
             return shape(format_, {name: present[name] for name in REQUIRED[format_]})
     for pair in (("role", "content"), ("from", "value")):
         if not source.fields and set(pair) <= present.keys():
-            raise UserError(
-                f"{label}.format=auto: each record is a single turn ({' and '.join(pair)}) instead of a whole "
-                "conversation; write the turns as a list under `messages`"
-            )
+            problem = f"each record is a single turn ({' and '.join(pair)})"
+            raise UserError(f"{label}.format=auto: {problem}; write conversations as lists of turns in `messages`")
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
     lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
-        problem = f"is a map of lists ({listed(lists)}), not a list of records"
-        fix = f"{ONE_EACH}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
+        problem = f"is a map of lists ({join_names(lists)}), not a list of records"
+        fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
         raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
@@ -129,17 +128,17 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
     return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
-def _preference_names(
-    present: Mapping[str, str], first: Mapping[str, Any], label: str, *, given: bool
+def _find_preference_names(
+    present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return the fields of pairs of a better and a worse answer; None if there are none, or a whole conversation too.
+    """Return the field names of pairs of answers; None for other records, or next to a complete conversation.
 
-    `given` is whether the configuration names one of them.
+    `configured` means that the configuration names one of the fields.
     """
     rejected = "rejected" if "rejected" in present else next((name for name in REJECTED if name in present), None)
     chosen = next((name for name in CHOSEN if name in present), None)
     names = {name: present[name] for name in OPTIONAL[PREFERENCE] if name in present}
-    for name in () if given else ("messages", "conversations"):
+    for name in () if configured else ("messages", "conversations"):
         turns = first.get(names.get(name, ""))
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
         if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
@@ -148,8 +147,8 @@ def _preference_names(
         return None
     if chosen is None:
         raise UserError(
-            f"{label}.format=auto: the records have {listed(present)}: an answer that was rejected without one that "
-            f"was chosen; name both in {label}.fields, as {{chosen: best, rejected: {shown(present[rejected], 30)}}}"
+            f"{label}.format=auto: the records have a rejected answer but no chosen one ({join_names(present)}); "
+            f"name both in {label}.fields: {{chosen: best, rejected: {shown(present[rejected], 30)}}}"
         )
     if "prompt" not in names and "question" in present:
         names["prompt"] = present["question"]
@@ -158,14 +157,13 @@ def _preference_names(
 
 def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
     if "input_ids" in columns:
-        return (
-            "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
-            "the model; use the text that they were made from"
-        )
+        return "the records are already tokenized (input_ids), and only text is supported; use the original text"
     is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
-    head = ", as the first line of a CSV file names them" * is_csv
-    example = "such as {prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
-    return f"the records have {listed(columns)}{head}, and wanted is one of {WANTED}; set {label}.fields, {example}"
+    header = " (from the first line of the CSV file)" * is_csv
+    example = "{prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
+    return (
+        f"the records have {join_names(columns)}{header}, not {SUPPORTED_FIELDS}; set {label}.fields, such as {example}"
+    )
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:
@@ -176,28 +174,28 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
     for name, column in source.fields.items():
         if name not in known and format_ != "custom":
             close = nearest(name, known)
-            hint = f"did you mean {close}?" if close else f"known are {', '.join(sorted(known))}"
+            hint = f"did you mean {close}?" if close else f"use {', '.join(sorted(known))}"
             raise UserError(f"{label}.fields.{name}: not a field of format {format_}; {hint}")
         if column not in columns and name not in inside_turns:
-            raise UserError(f"{label}.fields.{name}={column}: no such field; the records have {listed(columns)}")
+            raise UserError(f"{label}.fields.{name}={column}: no such field; the records have {join_names(columns)}")
         if others := [other for other in source.fields if source.fields[other] == column and other != name]:
-            raise UserError(f"{label}.fields.{name}={column}: also the field of {listed(others)}; name another one")
+            raise UserError(f"{label}.fields.{name}={column}: is also used for {join_names(others)}; use another field")
 
 
 def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
     assert source.template is not None
     try:
         texts = [source.template, source.template_without_input or ""]
-        marks = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        placeholders = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
-        raise UserError(f"{label}.template: {error}; write a brace of the text itself twice, as {{{{ or }}}}") from None
-    names = {mark: source.fields.get(mark, mark) for mark in marks}
+        raise UserError(f"{label}.template: {error}; write literal braces twice, as {{{{ or }}}}") from None
+    names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))
-    for mark, column in names.items():
-        # Records without inputs need no such field.
-        if column not in columns and not (mark == "input" and source.template_without_input):
-            raise UserError(f"{label}.template: {{{mark}}} is not a field of the records, which have {listed(columns)}")
+    for name, column in names.items():
+        # Records without an input need no such field.
+        if column not in columns and not (name == "input" and source.template_without_input):
+            raise UserError(f"{label}.template: the records have no field {{{name}}}, but {join_names(columns)}")
     return names
 
 
@@ -207,8 +205,8 @@ def describe_type(value: Any) -> str:
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
 
 
-def listed(names: Iterable[str]) -> str:
-    """Return field names for a message, at most twelve."""
+def join_names(names: Iterable[str]) -> str:
+    """Join field names for a message, at most twelve."""
     shown_names = [shown(name, 60) for name in names]
     more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
     return (", ".join(shown_names[:12]) or "no fields") + more

@@ -1,4 +1,4 @@
-"""Grouping of documents into samples: held-out split, weights of a mix, packing; with statistics of the result."""
+"""Group documents into samples: held-out split, weights of a mix, packing; with statistics of the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from pyarrow.types import is_primitive
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 
-# Fractions above which the user is warned.
-WORTH_SAYING = 0.01
+# Fractions of documents above which the user is warned.
+WARNED_FRACTION = 0.01
 MANY_COPIES = 0.05
-# Limits of a weight of a mix: repeats of a document, and resulting documents (8 bytes each).
+# Limits of the weight of a source: repeats of a document, and resulting documents (8 bytes each).
 MAX_REPEATS = 1000
 MAX_DOCUMENTS = 200_000_000
 
@@ -29,9 +29,9 @@ Figures = dict[str, NDArray[Any]]
 class DataStats:
     """Statistics of one pass over the data; `records` were read, the other fields count trained documents.
 
-    `truncated` documents were cut to max_length, `dropped` records had no trained token (left), `too_long` ones were
-    left out. `empty` of the `answers` are empty; `control` conversations have special tokens in a turn's text; `copies`
-    are documents that equal an earlier one or, in held-out data, a training document.
+    `truncated` documents were cut to max_length. `dropped` records had no trained token, or none after the cut;
+    `too_long` records were dropped for their length. `empty` of the `answers` are empty. `control` conversations have
+    special tokens in a turn's text. `copies` equal an earlier document or, in held-out data, a training document.
     """
 
     records: int = 0
@@ -58,9 +58,9 @@ class DataStats:
     """Number of documents with images."""
     image_tokens: int = 0
     prompt_text: str | None = None
-    """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
+    """Form of prompts as text (see `records.find_prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of records left out by `dataset.on_bad_record: skip`, per source."""
+    """Number of records skipped by `dataset.on_bad_record: skip`, per source."""
     notes: tuple[str, ...] = ()
     evaluation: "DataStats | None" = None
 
@@ -84,23 +84,24 @@ class DataStats:
         """Return warnings about data that is valid but rarely intended."""
         limit, held_out = f"dataset.max_length={self.max_length}", self.evaluation or DataStats()
         lost = "the beginning of their prompts" if self.pairs else "their end"
-        leaks = "held-out documents are trained on as well: the held-out loss is too low"
-        shares = (
-            (self.truncated, self.documents, WORTH_SAYING, f"{self._unit} are cut at {limit}, and lose {lost}"),
-            (self.dropped, self.records, WORTH_SAYING, "records are dropped for lack of trained tokens"),
-            (self.too_long, self.records, WORTH_SAYING, f"records are longer than {limit} and left out"),
+        leaks = "held-out documents are also in the training data, so the held-out loss is too low"
+        problems = (
+            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit} are cut at {limit}, and lose {lost}"),
+            (self.dropped, self.records, WARNED_FRACTION, "records are dropped because they have no trained tokens"),
+            (self.too_long, self.records, WARNED_FRACTION, f"records are longer than {limit} and dropped"),
             (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
-            (held_out.copies, held_out.documents, WORTH_SAYING, leaks),
+            (held_out.copies, held_out.documents, WARNED_FRACTION, leaks),
         )
-        found = []
-        if self.empty > WORTH_SAYING * self.answers:
-            found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
+        warnings = []
+        if self.empty > WARNED_FRACTION * self.answers:
+            warnings.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach the model to say nothing")
         if self.control:
-            found.append(
-                f"{self.control:,} conversations have special tokens of the tokenizer in the text of a turn, which the "
-                "model cannot tell from the ends of turns; remove them, or write the text without them"
+            warnings.append(
+                f"{self.control:,} conversations have the tokenizer's special tokens in the text of a turn, where they "
+                "look like the end of the turn to the model; remove them from the text"
             )
-        return found + [f"{count / of:.1%} of the {what}" for count, of, least, what in shares if count > least * of]
+        parts = ((count / total, limit, text) for count, total, limit, text in problems if total)
+        return warnings + [f"{part:.1%} of the {text}" for part, limit, text in parts if part > limit]
 
     @property
     def _unit(self) -> str:
@@ -109,8 +110,8 @@ class DataStats:
     def _figures(self, name: str) -> list[str]:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
-        losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens left out"] if self.too_long else []
-        losses += [f"{self.dropped:,} dropped for lack of trained tokens"] if self.dropped else []
+        losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens dropped"] if self.too_long else []
+        losses += [f"{self.dropped:,} dropped without trained tokens"] if self.dropped else []
         return [
             f"{name}: {self.documents:,} {self._unit}{packs}, {self.tokens:,} tokens, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
@@ -134,60 +135,60 @@ class Grouping:
     members: Index
 
 
-def plan(
+def group_documents(
     section: DatasetSection, sources: Sources, train: Sequence[Figures], evaluation: Sequence[Figures], seed: int
 ) -> tuple[Grouping, Grouping, DataStats]:
     """Return training samples, held-out samples and their statistics from the columns of all documents.
 
-    Records are held out before weights repeat any, so that none is in both parts. Raises UserError if a part is empty
-    or has no trained tokens.
+    Records are held out before weights repeat any, so that no record is in both parts. Raises UserError if a part is
+    empty or has no trained tokens.
     """
     generator = np.random.default_rng(seed)
     parts = [*train, *evaluation]
-    everything = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    figures = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     total = sum(len(part["length"]) for part in train)
     # All parts of a text are held out together.
-    record = np.cumsum(~everything["continued"][:total]) - 1
+    record = np.cumsum(~figures["continued"][:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
-    is_held_record[generator.permutation(records)[: held_out_count(section, records)]] = True
+    is_held_record[generator.permutation(records)[: count_held_out(section, records)]] = True
     is_held = is_held_record[record]
-    kept: list[Index] = []
+    members: list[Index] = []
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
             raise UserError(
-                f"{label}.path={shown(source.path)}: all {part['answers'].sum():,} answers are empty, which would "
-                "teach the model to say nothing; look at them with `zerolora inspect`, or set the field of the answers "
-                f"in {label}.fields"
+                f"{label}.path={shown(source.path)}: all {part['answers'].sum():,} answers are empty; check the "
+                f"records with `zerolora inspect`, or set the field of the answers in {label}.fields"
             )
-        members = np.arange(first, first + len(part["length"]))
-        members = members[~is_held[members] & (part["targets"] > 0)]
-        kept.append(weighted(members, source.weight, generator, label) if section.mix else members)
+        documents = np.arange(first, first + len(part["length"]))
+        documents = documents[~is_held[documents] & (part["targets"] > 0)]
+        members.append(repeat_by_weight(documents, source.weight, generator, label) if section.mix else documents)
         first += len(part["length"])
-    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything["length"]))])
-    training, stats = _grouped(section, everything, np.flatnonzero(~is_held), _joined(kept), "dataset")
-    kept_out = held_out[everything["targets"][held_out] > 0]
-    evaluating, held_out_stats = _grouped(section, everything, held_out, kept_out, "dataset.evaluation")
-    trained = np.unique(everything["digest"][training.members])
-    held_out_stats = replace(held_out_stats, copies=int(np.isin(everything["digest"][kept_out], trained).sum()))
+    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(figures["length"]))])
+    training, stats = _build_samples(section, figures, np.flatnonzero(~is_held), _concatenate(members), "dataset")
+    held_out_members = held_out[figures["targets"][held_out] > 0]
+    evaluating, held_out_stats = _build_samples(section, figures, held_out, held_out_members, "dataset.evaluation")
+    trained = np.unique(figures["digest"][training.members])
+    copies = int(np.isin(figures["digest"][held_out_members], trained).sum())
+    held_out_stats = replace(held_out_stats, copies=copies)
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 
-def held_out_count(section: DatasetSection, total: int) -> int:
-    """Return the number of records that `val_split` holds out. Raises UserError if none would be left."""
+def count_held_out(section: DatasetSection, total: int) -> int:
+    """Return the number of records that `val_split` holds out. Raises UserError if no others remain."""
     if not section.val_split or not total:
         return 0
     count = int(section.val_split) or max(1, round(total * section.val_split))
     if count >= total:
         raise UserError(
-            f"dataset.val_split={section.val_split:g}: nothing would be left to train on of {total} "
-            f"record{'s' * (total != 1)}; hold out fewer, give more data, or use dataset.evaluation"
+            f"dataset.val_split={section.val_split:g}: none of {total} record{'s' * (total != 1)} would remain for "
+            "training; hold out fewer, add data, or use dataset.evaluation"
         )
     return count
 
 
-def weighted(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
+def repeat_by_weight(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
     """Return each member floor(weight) times, and a random subset once more to reach the total.
 
     Raises UserError for a weight that results in no documents, or in too many.
@@ -195,109 +196,107 @@ def weighted(members: Index, weight: float, generator: np.random.Generator, labe
     if weight > MAX_REPEATS or weight * len(members) > MAX_DOCUMENTS:
         limit = min(MAX_REPEATS, MAX_DOCUMENTS // max(1, len(members)))
         raise UserError(
-            f"{label}.weight={weight:g}: would take each of its {len(members):,} records {weight:g} times; "
+            f"{label}.weight={weight:g}: would repeat each of {len(members):,} records {weight:g} times; "
             f"use {limit} or less, or lower the other weights"
         )
-    whole = int(weight)
-    extra = generator.permutation(len(members))[: round((weight - whole) * len(members))]
-    if len(members) and not whole and not len(extra):
+    repeats = int(weight)
+    extra = generator.permutation(len(members))[: round((weight - repeats) * len(members))]
+    if len(members) and not repeats and not len(extra):
         raise UserError(
-            f"{label}.weight={weight:g}: takes none of its {len(members):,} records; "
+            f"{label}.weight={weight:g}: selects none of {len(members):,} records; "
             f"use {1 / len(members):.1g} or more, or remove the source"
         )
-    return _joined([members] * whole + [members[np.sort(extra)]])
+    return _concatenate([members] * repeats + [members[np.sort(extra)]])
 
 
-def _grouped(
+def _build_samples(
     section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
     if len(records) and not len(members):
-        raise _nothing_to_train_on(section, figures, records, label)
-    left_out = figures["truncated"][records] & (figures["targets"][records] == 0)
-    whole = (figures["rejected"][records] > 0) | (figures["image_tokens"][records] > 0)
-    left_out &= (section.too_long == "drop") | whole
+        raise _no_targets_error(section, figures, records, label)
+    of_records = {name: column[records] for name, column in figures.items()}
+    of_members = {name: column[members] for name, column in figures.items()}
+    too_long = of_records["truncated"] & (of_records["targets"] == 0)
+    is_uncut = (of_records["rejected"] > 0) | (of_records["image_tokens"] > 0)
+    too_long &= (section.too_long == "drop") | is_uncut
+    without_targets = int((of_records["targets"] == 0).sum())
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
-        packs = best_fit(figures["length"][members], section.max_length)
+        packs = best_fit(of_members["length"], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
-        grouping = Grouping(starts, _joined([members[pack] for pack in packs]))
+        grouping = Grouping(starts, _concatenate([members[pack] for pack in packs]))
     else:
         grouping = Grouping(np.arange(len(members) + 1), members)
     return grouping, DataStats(
-        records=int((~figures["continued"][records]).sum()),
+        records=int((~of_records["continued"]).sum()),
         documents=len(members),
         samples=len(grouping.starts) - 1,
-        tokens=int(figures["length"][members].sum()),
-        target_tokens=int(figures["targets"][members].sum()),
-        dropped=int((figures["targets"][records] == 0).sum() - figures["skipped"][records].sum()) - int(left_out.sum()),
-        too_long=int(left_out.sum()),
-        answers=int(figures["answers"][records].sum()),
-        empty=int(figures["empty"][records].sum()),
-        control=int(figures["control"][records].sum()),
+        tokens=int(of_members["length"].sum()),
+        target_tokens=int(of_members["targets"].sum()),
+        dropped=without_targets - int(of_records["skipped"].sum()) - int(too_long.sum()),
+        too_long=int(too_long.sum()),
         copies=len(unique) - len(np.unique(figures["digest"][unique])),
         max_length=section.max_length,
         packed=section.packing,
-        pairs=int((figures["rejected"][members] > 0).sum()),
-        desirable=int((figures["label"][members] > 0).sum()),
-        undesirable=int((figures["label"][members] < 0).sum()),
-        margins=int((figures["margin"][members] != 0).sum()),
-        with_images=int((figures["image_tokens"][members] > 0).sum()),
-        truncated=int(figures["truncated"][members].sum()),
-        image_tokens=int(figures["image_tokens"][members].sum()),
+        pairs=int((of_members["rejected"] > 0).sum()),
+        desirable=int((of_members["label"] > 0).sum()),
+        undesirable=int((of_members["label"] < 0).sum()),
+        margins=int((of_members["margin"] != 0).sum()),
+        with_images=int((of_members["image_tokens"] > 0).sum()),
+        answers=int(of_records["answers"].sum()),
+        empty=int(of_records["empty"].sum()),
+        control=int(of_records["control"].sum()),
+        truncated=int(of_members["truncated"].sum()),
+        image_tokens=int(of_members["image_tokens"].sum()),
     )
 
 
-def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
+def _no_targets_error(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
     if not figures["truncated"][records].any():
         roles = ", ".join(section.train_on)
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
-            "choose other roles, or all, or remove empty records; `zerolora inspect` shows them"
+            "use other roles, or all, or remove empty records; `zerolora inspect` shows them"
         )
+    length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {label}"
     if section.too_long == "drop":
-        return UserError(
-            f"dataset.max_length={section.max_length}: all {len(records):,} records of {label} are longer or have no "
-            "trained token; raise it, or set dataset.too_long: cut"
-        )
-    return UserError(
-        f"dataset.max_length={section.max_length}: cuts off all trained tokens of {label} ({len(records):,} records); "
-        "raise it, or set dataset.too_long: split for texts"
-    )
+        problem = f"all {count} are longer or have no trained token"
+        return UserError(f"{length}: {problem}; raise it, or set dataset.too_long: cut")
+    return UserError(f"{length}: cuts off all trained tokens of {count}; raise it, or set dataset.too_long: split")
 
 
-def _joined(parts: Sequence[Index]) -> Index:
+def _concatenate(parts: Sequence[Index]) -> Index:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Return the indices of the documents of each pack; no pack has more than `capacity` tokens.
+    """Pack documents into packs of at most `capacity` tokens; return the indices of the documents of each pack.
 
-    Best-fit decreasing: the longest document first, into the fullest pack that still has room (at most 11/9 of the
-    least possible number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms"). Equal inputs give equal packs. Documents within a pack keep the order of the
-    input, and so do packs by their first document.
+    Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the least
+    possible number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
+    packing algorithms"). Deterministic. Documents in a pack are in input order, packs in that of their first document.
     Raises ValueError if a document is longer than `capacity`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"document of {int(sizes.max())} tokens, capacity {capacity}")
     packs: list[list[int]] = []
-    # waiting[room] are the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
-    # the least sufficient room takes one shift and one bit trick, so the total is linear in the number of documents.
-    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # open_packs[room] has the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
+    # the least sufficient room takes a shift and a bit trick, so the total time is linear in the number of documents.
+    open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for document in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[document])
         sufficient = rooms >> size
         if sufficient:
             room = size + (sufficient & -sufficient).bit_length() - 1
-            pack = waiting[room].pop()
-            if not waiting[room]:
+            pack = open_packs[room].pop()
+            if not open_packs[room]:
                 rooms &= ~(1 << room)
         else:
             room, pack = capacity, len(packs)
             packs.append([])
         packs[pack].append(document)
-        waiting[room - size].append(pack)
+        open_packs[room - size].append(pack)
         rooms |= 1 << (room - size)
     return sorted((sorted(pack) for pack in packs), key=lambda pack: pack[0])

@@ -1,4 +1,4 @@
-"""Features of images that a frozen tower has computed, in files named after the bytes of the image."""
+"""Cached features of images, computed by a frozen vision tower; files are named by a hash of the image."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from trainer.contract.whole_files import apply_umask
 from trainer.data.image_parts import read_stored
 
 GRID = "image_grid_thw"
-"""Input of Qwen's models from which positions of image tokens follow."""
+"""Input of Qwen's models that determines the positions of image tokens."""
 
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """Features of the images of a batch, with the names under which transformers' models read them."""
+    """Features of the images of a batch, with the attribute names that transformers' models read."""
 
     pooler_output: Any
     deepstack_features: Any = None
@@ -37,31 +37,32 @@ class FeatureFiles:
         self.folder = folder
 
     def path(self, stored: bytes) -> Path:
-        """Return the file for an image (see `read_stored`), which may not exist yet."""
+        """Return the path of an image's file (see `read_stored`), which may not exist yet."""
         name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def write(self, path: Path, output: Any, grid: torch.Tensor | None) -> None:
-        """Write the output of a tower for one image. Raises UserError if that is impossible."""
-        features = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
-        found = {name: each for key, value in features.items() for name, each in _flatten(key, value)}
-        found |= {} if grid is None else {GRID: grid}
+        """Write the output of a tower for one image. Raises UserError if the file cannot be written."""
+        fields = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
+        tensors = {name: each for key, value in fields.items() for name, each in _flatten(key, value)}
+        tensors |= {} if grid is None else {GRID: grid}
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: value.cpu().contiguous().clone() for name, value in found.items()}, temporary)
+            save_file({name: value.cpu().contiguous().clone() for name, value in tensors.items()}, temporary)
             apply_umask(temporary)
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            where = f"dataset.cache_dir={self.folder.parent.parent}: image features cannot be written there"
-            raise UserError(f"{where} ({error.strerror or error}); make room, or set vision.cache: false") from None
+            problem = f"image features cannot be written there ({error.strerror or error})"
+            setting = f"dataset.cache_dir={self.folder.parent.parent}"
+            raise UserError(f"{setting}: {problem}; free space, or set vision.cache: false") from None
 
     def read(self, stored: Sequence[bytes]) -> tuple[TowerOutput, torch.Tensor | None]:
-        """Return the features of images, in order, and their grids, if the model has them."""
+        """Return the features of images, in order, and their grids if the model uses them."""
         files = [load_file(self.path(image)) for image in stored]
-        found = {name: torch.cat([file[name] for file in files]) for name in files[0]}
-        return TowerOutput(*(_nest(found, name) for name in TowerOutput.__dataclass_fields__)), found.get(GRID)
+        tensors = {name: torch.cat([file[name] for file in files]) for name in files[0]}
+        return TowerOutput(*(_nest(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -69,7 +70,7 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of nested lists; `name.0` is the first entry of a list."""
+    """Yield the tensors of nested lists with their names; `name.0` is the first entry of a list."""
     if isinstance(value, torch.Tensor):
         yield name, value
     for at, each in enumerate(value if isinstance(value, list | tuple) else ()):
@@ -77,7 +78,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nest(tensors: dict[str, torch.Tensor], name: str) -> Any:
-    """Undo `_flatten`; None without such tensors."""
+    """Undo `_flatten`; return None if there are no such tensors."""
     if name in tensors:
         return tensors[name]
     entries = {int(key[len(name) + 1 :].partition(".")[0]) for key in tensors if key.startswith(f"{name}.")}

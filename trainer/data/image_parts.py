@@ -1,4 +1,4 @@
-"""Read and decode images of a conversation: parts of its turns, or `<image>` in texts with a list of images."""
+"""Read and decode the images of a conversation: parts of its turns, or `<image>` in texts next to a list of images."""
 
 import base64
 import binascii
@@ -16,16 +16,16 @@ from trainer.config.files import read_bytes
 from trainer.data.formats import Shape, describe_type
 
 IMAGE = "\ufdd2"
-"""Stands for an image in the text of a turn; a noncharacter, which no valid text contains."""
+"""Placeholder of an image in the text of a turn: a noncharacter, which no valid text contains."""
 MARK = "<image>"
-"""The mark of LLaVA, LLaMA-Factory and others."""
+"""The placeholder of LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
-"""Keys of a part, or of a record of an image, that hold the image, by precedence."""
+"""Keys of a part, or of an image's record, that hold the image, in order of precedence."""
 FILE = b"file:"
 THUMBNAIL, THUMBNAIL_START = 224, "data:image/jpeg;base64,"
-DEEP = ("I", "F")
-"""First letters of the Pillow modes that conversion to RGB would clip at 255."""
+HIGH_DEPTH_MODES = ("I", "F")
+"""First letters of the Pillow modes with values above 255, which conversion to RGB would clip."""
 _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
@@ -33,74 +33,73 @@ class ImageParts:
     """The images of one record, collected while its turns are read."""
 
     def __init__(self, record: Mapping[str, Any], shape: Shape) -> None:
-        self._shape, self._found = shape, list[Any]()
         names = (shape.names.get("images", "images"), "image")
-        name = next((each for each in names if each in record), None)
-        self._record, self._name = record, name
+        self._record, self._name = record, next((name for name in names if name in record), None)
+        self._folder = shape.folder
+        self._values = list[Any]()
+        """The image of each placeholder, None if it is in the record's list of images."""
 
     def read_part(self, part: Mapping[str, Any]) -> str:
         """Return the text for an image part of a turn's content."""
-        self._found.append(_first_source(part))
+        self._values.append(_first_source(part))
         return IMAGE
 
     def read_marks(self, text: str) -> str:
-        """Return a text in which IMAGE stands for `<image>`, if the record has images next to its turns."""
+        """Replace `<image>` in a text with IMAGE if the record has a list of images."""
         if self._name is None or IMAGE in text or MARK not in text:
             return text
-        self._found += [None] * text.count(MARK)
+        self._values += [None] * text.count(MARK)
         return text.replace(MARK, IMAGE)
 
-    def stored(self, where: str) -> tuple[bytes, ...]:
-        """Return the images in order, as `open_stored` reads them.
+    def store(self, where: str) -> tuple[bytes, ...]:
+        """Return the images in order, in the form of `store_image`.
 
-        Raises UserError if the record has more or fewer images than its texts, or one that cannot be found.
+        Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """
-        wanted, given = self._found.count(None), list[Any]()
-        if self._name is not None and (wanted or self._name != "image"):
+        count, images = self._values.count(None), list[Any]()
+        if self._name is not None and (count or self._name != "image"):
             value = self._record[self._name]
             if isinstance(value, str) and value.lstrip().startswith("["):
                 with suppress(ValueError):
                     value = json.loads(value)
-            given = value if isinstance(value, list) else [] if value is None else [value]
-        if wanted != len(given):
-            marks = f"{wanted} {MARK} or part{'s' * (wanted != 1)} without an image of its own"
+            images = value if isinstance(value, list) else [] if value is None else [value]
+        if count != len(images):
             raise UserError(
-                f"{where}: has {len(given)} image{'s' * (len(given) != 1)} and {marks}; write {MARK} in the texts "
-                "once for each image, in their order"
+                f"{where}: has {len(images)} image{'s' * (len(images) != 1)} for {count} {MARK} or image "
+                f"part{'s' * (count != 1)}; write {MARK} in the texts once for each image, in their order"
             )
-        rest = iter(given)
-        values = [next(rest) if value is None else value for value in self._found]
+        rest = iter(images)
+        values = [next(rest) if value is None else value for value in self._values]
         return tuple(
-            store_image(value, self._shape.folder, f"{where}, image {number}")
-            for number, value in enumerate(values, start=1)
+            store_image(value, self._folder, f"{where}, image {number}") for number, value in enumerate(values, start=1)
         )
 
 
 def store_image(value: Any, folder: Path | None, where: str) -> bytes:
-    """Return the bytes of an image, or a reference to its file. Raises UserError if it is neither.
+    """Return the bytes of an image, or a reference to its file. Raises UserError for any other value.
 
-    A relative path is looked for in `folder`, which holds the records, and in the working directory.
+    Relative paths are resolved in `folder`, which holds the records, and then in the working directory.
     """
     if isinstance(value, Mapping):
         return store_image(_first_source(value), folder, where)
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise UserError(f"{where}: is {describe_type(value)}; give a path, a data: address, base64 or bytes")
+        raise UserError(f"{where}: is {describe_type(value)}; use a path, a data: URL, base64 or bytes")
     if match := _DATA_URL.fullmatch(value):
         return _decode_base64(match[1], where)
     if value.startswith(("http://", "https://")):
-        raise UserError(f"{where}: is an address ({value[:80]}), and images are read from files; download it")
+        raise UserError(f"{where}: is a URL ({value[:80]}), and images are only read from files; download it")
     name = unquote(urlsplit(value).path) if value.startswith("file://") else value
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
             if path.is_file():
                 return f"{FILE.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
-        except (OSError, ValueError):  # base64 is too long for a name
+        except (OSError, ValueError):  # base64 is too long for a file name
             break
     if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
         return _decode_base64(value, where)
-    raise UserError(f"{where}: no such file {value[:200]} (looked for in {folder or '.'}); correct the path")
+    raise UserError(f"{where}: no such file: {value[:200]} (searched in {folder or '.'}); fix the path")
 
 
 def _first_source(part: Mapping[str, Any]) -> Any:
@@ -111,44 +110,42 @@ def _decode_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: is not base64 ({error}); correct it") from None
+        raise UserError(f"{where}: is not base64 ({error}); fix it") from None
 
 
 def read_stored(stored: bytes) -> tuple[bytes, str]:
-    """Return the bytes of a stored image and its file, empty without one. Raises UserError if the file is missing."""
+    """Return the bytes of a stored image and its file name, or "". Raises UserError if the file is missing."""
     if not stored.startswith(FILE):
         return stored, ""
-    file = stored_file(stored)
+    file = get_stored_file(stored)
     try:
         return read_bytes(file), str(file)
     except OSError as error:
         raise UserError(f"{file}: the image cannot be read ({error.strerror}); restore it") from None
 
 
-def stored_file(stored: bytes) -> Path:
-    """Return the file of a stored reference."""
+def get_stored_file(stored: bytes) -> Path:
+    """Return the path in a stored reference."""
     return Path(stored.split(b":", 3)[3].decode())
 
 
 def has_changed(stored: bytes) -> bool:
-    """Return whether the file of a stored image has changed since."""
-    if not stored.startswith(FILE):
-        return False
+    """Return whether a file has changed since its reference was stored."""
     _, size, time, name = stored.split(b":", 3)
     try:
-        found = Path(name.decode()).stat()
+        stat = Path(name.decode()).stat()
     except OSError:
         return True
-    return (found.st_size, found.st_mtime_ns) != (int(size), int(time))
+    return (stat.st_size, stat.st_mtime_ns) != (int(size), int(time))
 
 
 def decode_image(data: bytes, name: str) -> Any:
-    """Return an image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
+    """Decode an image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            refuse_deep(image, name)
+            refuse_high_depth(image, name)
             upright = ImageOps.exif_transpose(image)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")
@@ -159,17 +156,17 @@ def decode_image(data: bytes, name: str) -> Any:
 
 
 def thumbnail(stored: bytes) -> str:
-    """Return a small copy of a stored image as a `data:` address."""
+    """Return a small copy of a stored image as a `data:` URL."""
     image, file = decode_image(*read_stored(stored)), io.BytesIO()
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     image.save(file, "JPEG", quality=80)
     return f"{THUMBNAIL_START}{base64.b64encode(file.getvalue()).decode()}"
 
 
-def refuse_deep(image: Any, name: str) -> None:
-    """Raise UserError for more than 8 bits a colour."""
-    if image.mode[0] in DEEP:
-        raise UserError(f"{name}: has more than 8 bits per colour (mode {image.mode}); save it with 8")
+def refuse_high_depth(image: Any, name: str) -> None:
+    """Raise UserError for more than 8 bits per channel."""
+    if image.mode[0] in HIGH_DEPTH_MODES:
+        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save it with 8")
 
 
 def is_animated(data: bytes) -> bool:

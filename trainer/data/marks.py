@@ -1,12 +1,11 @@
-"""The turn of each character of a rendered chat, for any chat template.
+"""Find the turn of each character of a rendered chat, for any chat template.
 
 A chat template is a program. It may put a system prompt before the first turn, trim texts, or drop the reasoning of
-all but the last answer. So a conversation rendered up to turn i is not always a prefix of the whole one, and a turn's
-text may not occur in it. But all templates have a loop over the messages. `mark_template` puts a marker at the start of
-each loop body and after each loop; when rendered, the markers show where every turn begins and ends. `{% generation %}`
-blocks, if there are any, are marked in the same way, and so are the texts of the turns (`mark_message`), to separate
-them from the tags around them. `read_marks` removes the markers; its caller compares the rest with the rendering of the
-unmarked template.
+all but the last answer. So a conversation rendered up to turn i is not always a prefix of the complete rendering, and a
+turn's text may not occur in it. But all templates loop over the messages. `mark_template` puts a marker at the start of
+each loop body and after each loop; in the rendering, the markers show where every turn begins and ends. `{% generation
+%}` blocks are marked in the same way, and so are the texts of the turns (`mark_message`), to separate them from the
+tags around them. `read_marks` removes the markers; its caller compares the rest with an unmarked rendering.
 """
 
 import re
@@ -17,14 +16,14 @@ from typing import Any
 
 from jinja2 import Environment
 
-# Field of a message with the turn's number, for the marked template.
+# Key of a message for the turn's number, read by the marked template.
 TURN_KEY = "zerolora_turn"
 # Noncharacters, which no valid text contains (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
-# An answer that begins with reasoning, in the form that models write and templates split.
+# An answer that begins with reasoning, as models write it and templates split it.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
-# The tags around reasoning, with the white space between them and it.
+# The tags around reasoning, with the white space between.
 _OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
 _OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
 _EMPTY_THOUGHT = re.compile(rf"(?:(?<!\s)\s*{_OPEN_TAG}\s*)?{_CLOSE_TAG}\s*", re.IGNORECASE)
@@ -36,8 +35,8 @@ Spans = dict[int, list[tuple[int, int]]]
 class Marked:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` are the spans written while a loop was at message i, in order; `texts[i]` and `reasoning[i]` those of its
-    marked text and reasoning; `generation` the template's generation blocks.
+    `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]` those
+    of its text and reasoning; `generation` those of the template's generation blocks.
     """
 
     text: str
@@ -51,12 +50,12 @@ class Marked:
 def mark_template(source: str) -> str:
     """Return the template with a marker at the start of every loop body and generation block, and after each end.
 
-    Raises jinja2.TemplateSyntaxError if the template cannot be read.
+    Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
     """
-    # The options with which transformers compiles chat templates: they determine which white space a tag strips. The
-    # lexer has stripped it already, so text becomes an output expression, which no tag strips again.
+    # The options of transformers: they determine which white space a tag strips. The lexer strips it here, so text
+    # becomes an output expression, which no tag strips again.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter of that name
+    pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter called namespace
     tag: list[tuple[str, str]] = []
     begin = loops = 0
     open_loops: list[int | None] = []
@@ -69,7 +68,7 @@ def mark_template(source: str) -> str:
         elif kind == "block_end":
             words = [word for word_kind, word in tag if word_kind in ("name", "operator")]
             if words[:1] == ["for"]:
-                # `for key, value in ...` does not run over messages; everything else is decided while rendering.
+                # `for key, value in ...` does not loop over messages; other loops are tested while rendering.
                 open_loops.append(loops if words[2:3] == ["in"] else None)
                 if open_loops[-1] is not None:
                     pieces.insert(begin, f"{{% set zerolora_{loops} = zerolora_namespace(turns=false) %}}")
@@ -97,7 +96,7 @@ def mark_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return the content of a message in four parts: `<think>`, reasoning, `</think>`, text; the first three if any."""
+    """Split the content of a message into `<think>`, reasoning, `</think>` and text; the first three may be empty."""
     content: str = message["content"]
     inline = _INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and "</think>" in content else None
     return (inline[1], inline[2], inline[3], inline[4]) if inline else ("", "", "", content)
@@ -106,18 +105,18 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without its reasoning."""
     *thought, text = split_reasoning(message)
-    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return kept | ({"content": text.lstrip()} if any(thought) else {})
+    stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return stripped | ({"content": text.lstrip()} if any(thought) else {})
 
 
 def find_thoughts(marked: Marked) -> list[tuple[int, int]]:
-    """Return the spans of reasoning with its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
-    found = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
+    """Return the spans of reasoning including its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
+    thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
     for start, end in (span for spans in marked.reasoning.values() for span in spans):
         before = _OPENED.search(marked.text[max(0, start - LONGEST_TAG) : start])
         after = _CLOSED.match(marked.text, end)
-        found.append((start - len(before[0]) if before else start, after.end() if after else end))
-    return found
+        thoughts.append((start - len(before[0]) if before else start, after.end() if after else end))
+    return thoughts
 
 
 def has_generation_blocks(source: str) -> bool:
@@ -131,7 +130,7 @@ def read_marks(rendered: str) -> Marked:
     turns: Spans = {}
     generation: list[tuple[int, int]] = []
     texts: dict[str, Spans] = {"text": {}, "reasoning": {}}
-    running: dict[str, tuple[int, int]] = {}  # loop or text -> (turn, start) of what is being written
+    open_spans: dict[str, tuple[int, int]] = {}  # loop or text -> (turn, start)
     position = length = 0
     for mark in _MARK.finditer(rendered):
         pieces.append(rendered[position : mark.start()])
@@ -143,18 +142,18 @@ def read_marks(rendered: str) -> Marked:
         elif name == "endgeneration":
             generation[-1] = (generation[-1][0], length)
         elif name in texts:
-            running[name] = (int(turn), length)
+            open_spans[name] = (int(turn), length)
         elif name.startswith("end"):
-            # A template that cuts a text may leave one of its two markers.
-            start = running.pop(name[3:], (int(turn), length))[1]
+            # A template that truncates a text may drop its first marker.
+            start = open_spans.pop(name[3:], (int(turn), length))[1]
             texts[name[3:]].setdefault(int(turn), []).append((start, length))
         else:
-            if name in running:
-                index, start = running.pop(name)
+            if name in open_spans:
+                index, start = open_spans.pop(name)
                 if length > start:
                     turns.setdefault(index, []).append((start, length))
             if turn:
-                running[name] = (int(turn), length)
+                open_spans[name] = (int(turn), length)
     pieces.append(rendered[position:])
     return Marked("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
 
@@ -173,13 +172,13 @@ def _mark(name: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return the output expression for a text; Jinja reads backslashes in a string as Python does."""
+    """Return an output expression for a text; Jinja reads backslashes in strings like Python."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return "{{ '" + escaped + "' }}"
 
 
 def _loop_marker(loop: int, variable: str) -> str:
-    """Return the marker of an iteration over a numbered message; in other loops it must render as nothing."""
+    """Return the marker of an iteration over a numbered message; it renders as nothing in other loops."""
     key = f"{variable}.{TURN_KEY}"
     mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
     seen = f"{{% set zerolora_{loop}.turns = true %}}"

@@ -1,4 +1,4 @@
-"""Results of the checks before training: tokenizer, model configuration, data."""
+"""Results of the checks before training: tokenizer, model configuration and data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Prepared:
     tokenizer: Any
     model_config: Any
     data: Any
-    """PreparedData, its counterpart for image models (trainer/tasks/images/data.py), or None if not yet read."""
+    """PreparedData, or PreparedImages for image models; None if not yet read."""
     notes: tuple[str, ...] = ()
     """Lines for the console."""
     reference: Samples | None = None
@@ -27,7 +27,7 @@ class Prepared:
     images: ImageReader | None = None
     """The processor of a model that is trained on images."""
     adapters: "tuple[Prepared, ...]" = ()
-    """What each of `adapters` needs when several are trained together; this is the first of them."""
+    """The results of each of `adapters` when several are trained together; these are those of the first."""
 
 
 def has_images(prepared: Prepared) -> bool:
@@ -37,11 +37,11 @@ def has_images(prepared: Prepared) -> bool:
 
 
 def skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
-    """Return the number of records per source that `dataset.on_bad_record: skip` has left out so far."""
+    """Return the number of records per source skipped so far by `dataset.on_bad_record: skip`."""
     counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
     return counts
 
 
 def count_samples(prepared: Prepared) -> int | None:
-    """Return the number of training samples of one epoch; None for a stream."""
+    """Return the number of training samples in an epoch; None for a stream."""
     return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

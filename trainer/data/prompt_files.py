@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.data.formats import describe_type, find_shape, listed
+from trainer.data.formats import describe_type, find_shape, join_names
 from trainer.data.records import Turns, read_record
 from trainer.data.source_files import READERS, build_source
 from trainer.data.sources import read_rows, read_source
-from trainer.data.text_files import data_suffix, parse_row
+from trainer.data.text_files import get_data_suffix, parse_row
 
 Prompt = str | list[dict[str, Any]] | Turns
-"""A text, or the turns of a conversation up to the model's answer; those of a conversation with tools as Turns."""
+"""A text, or the turns of a conversation up to the model's answer (Turns if it has tools)."""
 # Fields with a prompt or a conversation, in order of precedence.
 FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
@@ -31,15 +31,15 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
     """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts.
 
-    A single word with the suffix of a data file is a file. Raises UserError if it does not exist.
+    A single word with the suffix of a data file names a file. Raises UserError if it does not exist.
     """
     for text in texts:
-        is_file = data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
+        is_file = get_data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 
 def format_prompt(prompt: Prompt) -> str:
-    """Return a prompt as text to show: the last turn of a conversation."""
+    """Format a prompt for display: a text, or the last turn of a conversation."""
     if isinstance(prompt, str):
         return prompt
     return str((prompt.messages if isinstance(prompt, Turns) else prompt)[-1]["content"])
@@ -47,19 +47,22 @@ def format_prompt(prompt: Prompt) -> str:
 
 def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     name = next((name for name in FIELDS if record.get(name)), None)
-    if name is not None and not isinstance(record[name], str | list):
-        raise UserError(f"{where}: {name} is {describe_type(record[name])}; write a text, or a list of turns")
     if name is None:
-        found = listed(field for field, value in record.items() if value)
-        raise UserError(f"{where}: has no prompt (found {found}); write a text as `prompt`, or turns as `messages`")
+        fields = join_names(field for field, value in record.items() if value)
+        raise UserError(
+            f"{where}: has no prompt (the record has {fields}); write a text as `prompt`, or turns as `messages`"
+        )
+    if not isinstance(record[name], str | list):
+        raise UserError(f"{where}: {name} is {describe_type(record[name])}; write a text, or a list of turns")
+    context = {key: record[key] for key in ("system", "system_prompt", "tools") if record.get(key)}
     if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):
-        if unread := [key for key in ("system", "system_prompt", "tools") if record.get(key)]:
-            raise UserError(f"{where}: has {listed(unread)} next to a text; write the prompt as turns in `messages`")
+        if context:
+            raise UserError(
+                f"{where}: has {join_names(context)} next to a text; write the prompt as turns in `messages`"
+            )
         extra = record.get("input") if name == "instruction" else None
         return f"{record[name]}\n\n{extra}" if extra else str(record[name])
-    turns = {"messages": record[name]} | {
-        key: record[key] for key in ("system", "system_prompt", "tools") if key in record
-    }
+    turns = {"messages": record[name]} | context
     shape = find_shape(SourceSection(), list(turns), turns, where, has_chat_template=True)
     conversation = read_record(turns, shape, where)
     assert isinstance(conversation, Turns)

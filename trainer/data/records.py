@@ -1,4 +1,4 @@
-"""Conversion of records of every known format to one of two: a conversation, or a prompt with its completion."""
+"""Convert records of every known format to a conversation, or a prompt with its completion."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,37 +8,37 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.yaml_core import read_yaml
-from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
+from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, join_names
 from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
 
 _NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
-# Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift, verl and torchtune.
+# Fields of a turn that enable or disable its loss in OpenAI, Axolotl, LLaMA-Factory, ms-swift, verl and torchtune.
 SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable")
 INVERSE_SWITCHES = ("mask", "masked")
-# Names of fields with the reasoning before an answer; most templates use the first.
+# Fields with the reasoning before an answer; most templates use the first name.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Fields of tool calls and of parts of content that only describe these.
+# Fields of tool calls and content parts that are never reported as unused.
 NO_TEXT = ("type", "index")
-# Types of the parts of content that are text.
+# Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-# Forms of prompts (see `prompt_form`): of whole texts and of pairs.
+# Forms of prompts (see `find_prompt_form`): of texts, and of prompts with completions.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the form of chat templates; `weights` has those of turns that are not 1."""
+    """A conversation in the form of chat templates; `weights` has the weights of turns other than 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     weights: Mapping[int, float] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Nonempty fields of the record and of its turns that were not used."""
+    """Unused nonempty fields of the record and of its turns."""
     images: tuple[bytes, ...] = ()
-    """Its images in order, for each IMAGE in the texts (see `ImageParts.stored`)."""
+    """The image for each IMAGE in the texts (see `store_image`)."""
 
 
 @dataclass(frozen=True)
@@ -68,38 +68,35 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Return the records of a field; their unread fields are reported with this one's."""
+        """Wrap the records of a field, so that `unread` includes their fields."""
         wrapped = [Fields(each) if isinstance(each, Mapping) else each for each in records]
         self._inner += [(name, each) for each in wrapped if isinstance(each, Fields)]
         return wrapped
 
     def unread(self) -> tuple[str, ...]:
         """Return the nonempty fields that were not read."""
-        own = [
-            name for name, value in self._values.items() if name not in self._read and value not in (None, "", [], {})
-        ]
+        nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
         inner = [(name, each) for name, fields in self._inner for each in fields.unread() if each not in NO_TEXT]
-        return (*own, *(f"{name}.{each}" for name, each in inner))
+        return (*(name for name in nonempty if name not in self._read), *(f"{name}.{each}" for name, each in inner))
 
 
 def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
-    """Return for each trained answer whether it is nonempty; text without a prompt is not an answer."""
+    """Return for each trained answer whether it is nonempty; a text without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
     if not train_on & {"assistant", "all"}:
         return []
-    messages = enumerate(example.messages)
     return [
         bool(message["content"].strip() or message.get("tool_calls"))
-        for turn, message in messages
+        for turn, message in enumerate(example.messages)
         if message["role"] == "assistant" and example.weights.get(turn, 1.0)
     ]
 
 
 def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
-    """Return a record as a conversation or a text, with the names of unused fields.
+    """Convert a record to a conversation or a text, with the names of unused fields.
 
-    Raises UserError, starting with `where`, for a bad record. `system_prompt` is for text prompts without their own;
+    Raises UserError, starting with `where`, for a bad record. `system_prompt` is used for text prompts without one;
     conversations get it when they are rendered.
     """
     fields = Fields(record)
@@ -107,7 +104,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prom
     return replace(example, unread=(*fields.unread(), *example.unread))
 
 
-def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
+def find_prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
     """Return the form of a source's text prompts, with `{system}` and `{prompt}`; None if it has conversations."""
     pair = shape.names.values() if shape.format in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
@@ -125,10 +122,10 @@ def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
 def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
     for name in REQUIRED[shape.format]:
         if record.get(shape.names[name]) is None:
-            there = [key for key, value in record.items() if value is not None]
+            others = join_names(key for key, value in record.items() if value is not None)
             raise UserError(
-                f"{where}: {shape.names[name]} is missing (found {listed(there) if there else 'nothing else'}); "
-                "records of another format belong in a source of their own under dataset.mix"
+                f"{where}: {shape.names[name]} is missing (the record has {others}); "
+                "move records of another format to a separate source under dataset.mix"
             )
     if shape.format in ("messages", "sharegpt"):
         column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
@@ -144,11 +141,11 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
     if shape.format == "custom":
         return _fill_template(record, shape, where, system_prompt)
     prompt, completion = (_text(record, shape.names[name], where) for name in ("prompt", "completion"))
-    return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), completion)
+    return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), completion)
 
 
 def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
-    """Return a record as the text of a `custom` template, which may have a placeholder for the system prompt."""
+    """Fill the `custom` template with a record; the template may have a placeholder for the system prompt."""
     assert shape.template is not None
     values = {name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()}
     template = shape.template
@@ -157,45 +154,41 @@ def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_p
     try:
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone") from None
+        raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}}") from None
     system = None if "system" in shape.names else read_system(record, shape, where) or system_prompt
-    return Text(after_system(system, prompt), _text(record, shape.names["completion"], where))
+    return Text(prepend_system(system, prompt), _text(record, shape.names["completion"], where))
 
 
 def read_system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
-    """Return the record's system prompt: the field named by `fields.system`, `system` or `system_prompt`."""
+    """Return the system prompt of a record: the field named by `fields.system`, `system` or `system_prompt`."""
     for name in (shape.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _text(record, name, where)
     return None
 
 
-def _lead_with_system(
-    messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str
-) -> tuple[str, ...]:
+def _insert_system(messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str) -> list[str]:
     """Insert the record's system prompt before its turns; return its field if another system turn takes precedence."""
     system = read_system(record, shape, where)
     if system and messages and messages[0]["role"] == "system":
-        return () if messages[0]["content"] == system else (shape.names.get("system", "system"),)
+        return [] if messages[0]["content"] == system else [shape.names.get("system", "system")]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return ()
+    return []
 
 
-def after_system(system: str | None, prompt: str) -> str:
+def prepend_system(system: str | None, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
-    """Read a prompt and a completion as lists of turns, one of which may be text; only the completion has a loss."""
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    parts = [
-        (prompt, shape.names["prompt"], "prompt ", False),
-        (completion, shape.names["completion"], "completion ", True),
-    ]
+    """Read a prompt and a completion, lists of turns or texts, as a conversation; only the completion has a loss."""
+    parts = []
+    for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
+        turns = [{"role": role, "content": value}] if isinstance(value, str) else value
+        parts.append((turns, shape.names[name], f"{name} ", name == "completion"))
     return _read_turns(parts, record, shape, where)
 
 
@@ -204,7 +197,7 @@ def _read_turns(
 ) -> Turns:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
-    `parts` are lists of turns, each with its column, its name in messages, and whether it has a loss.
+    `parts` are (list of turns, column, name in messages, whether the turns have a loss).
     """
     images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
@@ -212,27 +205,28 @@ def _read_turns(
         turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
         place = f"{where}, {name}turn"
         read = [
-            _message(turn, _keys(turn, shape), f"{place} {index}", shape.roles, images)
+            _read_message(turn, _find_keys(turn, shape), f"{place} {index}", shape.roles, images)
             for index, turn in enumerate(turns, start=1)
         ]
-        unread += _lead_with_system(read, record, shape, where) if number == 0 else ()
+        unread += _insert_system(read, record, shape, where) if number == 0 else []
         first = len(messages) + len(read) - len(turns)
-        weights |= _turn_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
+        weights |= _read_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
         unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.unread())
         messages += read
-    tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, weights, tuple(unread), images.stored(where))
+    tools = _read_tools(record.get(shape.names.get("tools", "tools")), where)
+    return Turns(messages, tools, weights, tuple(unread), images.store(where))
 
 
-def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
+def _find_keys(turn: Any, shape: Shape) -> tuple[str, str]:
+    """Return the keys of a turn's role and text."""
     keys = shape.names.get("role", "role"), shape.names.get("content", "content")
     if shape.format == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
         keys = shape.names.get("from", "from"), shape.names.get("value", "value")
     return keys
 
 
-def alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
-    """Return instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
+def build_alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
+    """Join instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
     instruction = _text(record, shape.names["instruction"], where)
     extra = record.get(shape.names["input"]) or ""
     if not isinstance(extra, str):
@@ -243,64 +237,59 @@ def alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    prompt, output = alpaca_prompt(record, shape, where), _text(record, shape.names["output"], where)
+    prompt, output = build_alpaca_prompt(record, shape, where), _text(record, shape.names["output"], where)
     if not shape.alpaca_as_chat:
-        return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), output)
+        return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), output)
     turns: list[dict[str, Any]] = []
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
+            raise UserError(f"{where}: history contains {describe_type(pair)}, not pairs of question and answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
 
 
-def _message(
+def _read_message(
     turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str], images: ImageParts
 ) -> dict[str, Any]:
-    """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
+    """Convert a turn to a message with role, content, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Fields):
         raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        found = f"{keys[0]} {'none' if name is None else repr(name)} is not known"
-        if keys[0] not in turn:
-            raise UserError(f"{where}: no {keys[0]} (found {listed(turn)}); add it, or name it in dataset.fields")
-        raise UserError(
-            f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
-            "that the source's `roles` names"
+        problem = (
+            f"unknown {keys[0]} {name!r}" if keys[0] in turn else f"has no {keys[0]} (the turn has {join_names(turn)})"
         )
+        raise UserError(f"{where}: {problem}; use system, user, assistant or tool, or map it in the source's `roles`")
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
     content = turn.wrap(keys[1], content) if isinstance(content, list) else content
     calls = turn.get("tool_calls")
     if name in ("function_call", "tool_call") and not calls:
-        call = _parse(content, "the tool call is", where)
+        call = _parse_json(content, "the tool call is", where)
         calls, content = call if isinstance(call, list) else [call], None
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        raise UserError(
-            f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)}); "
-            "write it, or remove the turn"
-        )
-    message["content"] = images.read_marks(_content(content, keys[1], where, images))
+        others = join_names(key for key, value in turn.items() if value)
+        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add it, or remove the turn")
+    message["content"] = images.read_marks(_read_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
         raise UserError(f"{where}: an assistant turn has an image, and answers are text; move it to a user turn")
     if calls:
         calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        message["tool_calls"] = [_read_tool_call(call, where) for call in calls]
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             message[key] = turn[key]
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
-    return message | ({REASONING[0]: _content(reasoning, "reasoning", where)} if reasoning else {})
+    return message | ({REASONING[0]: _read_content(reasoning, "reasoning", where)} if reasoning else {})
 
 
-def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
-    """Return the weights other than 1 by turn, counted from `first`. Raises UserError for one not between 0 and 1."""
+def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
+    """Return the weights other than 1 by turn, counted from `first`. Raises UserError unless all are in [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -308,18 +297,17 @@ def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
             if value is None:
                 continue
             if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-                problem = f"{name}={value!r}: must be true, false or a weight from 0 to 1"
-                raise UserError(f"{where} {index + 1}: {problem}")
+                raise UserError(f"{where} {index + 1}: {name}={value!r}: must be true, false or a weight from 0 to 1")
             weight = 1.0 - value if name in INVERSE_SWITCHES else float(value)
             if weight < 1:
                 weights[first + index] = min(weight, weights.get(first + index, 1.0))
     return weights
 
 
-def _content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
-    """Return text, or OpenAI's list of parts as one text, with IMAGE for an image."""
+def _read_content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
+    """Return a text, or OpenAI's list of parts joined to one text, with IMAGE for each image."""
     if isinstance(content, list):
-        texts = [_part(part, images) for part in content]
+        texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them")
@@ -328,7 +316,7 @@ def _content(content: Any, key: str, where: str, images: ImageParts | None = Non
     return content or ""
 
 
-def _part(part: Any, images: ImageParts | None) -> Any:
+def _read_part(part: Any, images: ImageParts | None) -> Any:
     if not isinstance(part, Mapping):
         return part
     if images is not None and part.get("type") in PART_TYPES:
@@ -336,22 +324,22 @@ def _part(part: Any, images: ImageParts | None) -> Any:
     return part.get("text") if part.get("type") in TEXT_PARTS else None
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form. Raises UserError without a name, or with arguments that are not JSON."""
+def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form. Raises UserError if it has no name, or arguments that are not JSON."""
     function = call
     if isinstance(call, Fields) and "function" in call:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: a tool call needs function.name and function.arguments")
+        raise UserError(f"{where}: a tool call has no function.name; add it, with function.arguments")
     # A dict here; ChatTemplate converts it to the form that the template expects.
-    arguments = _parse(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
+    arguments = _parse_json(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Read tool definitions: a list of JSON schemas, or that list as a JSON string."""
-    value = None if isinstance(value, str) and not value.strip() else _parse(value, "tools are", where)
+def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Read tool definitions: a list of JSON schemas, or the list as a JSON string."""
+    value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", where)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -360,20 +348,20 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
-    """Return a list, which may be given as JSON, as in a cell of a CSV file."""
+    """Return a list that may be a JSON string, as in a cell of a CSV file."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _parse(value, f"{name} is", where)
+        value = _parse_json(value, f"{name} is", where)
     if not isinstance(value, list):
         raise UserError(f"{where}: {name} is {describe_type(value)}, not a list")
     return value
 
 
-def _parse(value: Any, what: str, where: str) -> Any:
-    """Return a value that may be given as JSON. Raises UserError if a text is not JSON."""
+def _parse_json(value: Any, subject: str, where: str) -> Any:
+    """Parse a JSON string; return other values unchanged. Raises UserError if a string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: {what} not JSON ({error.msg}, column {error.colno})") from None
+        raise UserError(f"{where}: {subject} not JSON ({error.msg}, column {error.colno})") from None
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Samples of tokenized documents for training, from disk or from a stream."""
+"""Training samples of tokenized documents, from disk or from a stream."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +24,24 @@ class Sample:
     trained: Sequence[float]
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
-    """Log-probability of the answer in each document under the reference of preference training, in nats, if cached."""
+    """Log-probability of each document's answer under the reference of preference training, in nats, if cached."""
     margins: tuple[float, ...] = ()
-    """Margin of each pair of answers, 0 for a pair without one."""
+    """Margin of each pair of answers, 0 if it has none."""
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Images of each document, in order (see `read_stored`); empty if no document has any."""
+    """Images of each document, in order (see `read_stored`); empty if no document has images."""
 
 
 class Samples:
     """An indexable view of memory-mapped documents: sample i has the documents `members[starts[i]:starts[i + 1]]`.
 
     With the weights of a mix, a document may be in several samples. If `packed`, samples may have several documents,
-    which batches must keep apart.
+    which batches must keep separate.
     """
 
     def __init__(
         self, documents: Table, starts: NDArray[np.int64], members: NDArray[np.int64], *, packed: bool
     ) -> None:
-        self._documents = documents
-        self._starts = starts
-        self._members = members
+        self._documents, self._starts, self._members = documents, starts, members
         self.packed = packed
         self.reference: NDArray[np.float64] | None = None
         """`Sample.reference` of all documents of pairs, sample by sample."""
@@ -55,35 +53,35 @@ class Samples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         members = self._members[self._starts[index] : self._starts[index + 1]].tolist()
-        sample = join([self._document(member) for member in members])
+        sample = join_samples([self._document(member) for member in members])
         if self.reference is None:
             return sample
-        known = self.reference[self.first_answer(index) : self.first_answer(index + 1)].tolist()
-        return replace(sample, reference=tuple(known))
+        reference = self.reference[self.count_answers_before(index) : self.count_answers_before(index + 1)]
+        return replace(sample, reference=tuple(reference.tolist()))
 
-    def first_answer(self, index: int) -> int:
-        """Return the number of answers, two for each pair, in the samples before this one."""
+    def count_answers_before(self, index: int) -> int:
+        """Return the number of answers, two per pair, in the samples before this one."""
         return 2 * int(self._starts[min(index, len(self))])
 
     def _document(self, index: int) -> Sample:
         columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained", "weights"))
-        input_ids, trained, weights = (_numbers(column).tolist() for column in columns)
+        input_ids, trained, weights = (_to_numpy(column).tolist() for column in columns)
         rejected = self._documents.column("rejected")[index].as_py()
         margins = (self._documents.column("margin")[index].as_py(),) if rejected else ()
-        found = self._documents.column("images")[index].as_py()
-        lengths = document_lengths(len(input_ids), rejected)
-        images = (tuple(found),) * len(lengths) if found else ()
+        stored = self._documents.column("images")[index].as_py()
+        lengths = split_row_length(len(input_ids), rejected)
+        images = (tuple(stored),) * len(lengths) if stored else ()
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
     def image_chunks(self) -> Iterator[list[bytes]]:
-        """Yield lists of the different images of all documents of the sources, held out or not."""
+        """Yield lists of the distinct images of all documents, held out or not."""
         for chunk in self._documents.column("images").chunks:
             yield chunk.flatten().unique().to_pylist()
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of tokens and of target tokens of every sample."""
+        """Return the number of tokens and the number of target tokens of every sample."""
         chunks = [self._documents.column(name).chunks for name in ("length", "targets")]
-        columns = [np.concatenate([_numbers(chunk) for chunk in column])[self._members] for column in chunks]
+        columns = [np.concatenate([_to_numpy(chunk) for chunk in column])[self._members] for column in chunks]
         tokens, targets = (np.add.reduceat(column, self._starts[:-1], dtype=np.int64) for column in columns)
         return tokens, targets
 
@@ -91,8 +89,8 @@ class Samples:
         return (self[index] for index in range(len(self)))
 
 
-def _numbers(array: Array) -> NDArray[Any]:
-    # Arrow's `to_numpy` imports pandas, which takes half a second; DLPack has no single bits.
+def _to_numpy(array: Array) -> NDArray[Any]:
+    # Arrow's `to_numpy` imports pandas, which takes half a second; DLPack has no bit arrays.
     if is_boolean(array.type):
         return np.from_dlpack(array.cast(int8())).astype(bool)
     return np.from_dlpack(array)
@@ -104,15 +102,15 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read."""
+    """Samples that are tokenized while they are read."""
 
     read: Callable[..., Any]
     """Starts a pass over the sources from epoch, state, rank and `gather` (see `stream_samples`)."""
     packed: bool
 
 
-def document_lengths(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of the documents of a row: both of a pair, the second of `rejected` tokens, or one."""
+def split_row_length(tokens: int, rejected: int) -> list[int]:
+    """Return the lengths of a row's documents: both of a pair, the second with `rejected` tokens, or a single one."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 
@@ -127,9 +125,9 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
 
 
 def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Yield (weight, text) for each run of tokens with the same weight, as a character may span several tokens.
+    """Yield (weight, text) for each run of tokens with equal weights, since a character may span several tokens.
 
-    Repeated image tokens are shown once, with their number.
+    Repeated image tokens are shown once, with their count.
     """
     at = 0
     for weight, run in groupby(map(float, document.trained)):
@@ -141,8 +139,8 @@ def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]
         at += count
 
 
-def join(samples: list[Sample]) -> Sample:
-    """Return several samples as one sequence; `document_lengths` keeps the documents apart."""
+def join_samples(samples: list[Sample]) -> Sample:
+    """Concatenate samples to one sequence; `document_lengths` separates their documents."""
     if len(samples) == 1:
         return samples[0]
     images = [document for sample in samples for document in sample.images or ((),) * len(sample.document_lengths)]

@@ -1,4 +1,4 @@
-"""Pairs that compute their prompt once: the rejected answer follows the chosen document without the prompt of both.
+"""Compute the common prompt of a pair only once.
 
 A pair becomes two documents of a flat batch, (prompt, chosen answer) and (last token of the prompt, rejected answer).
 The positions of the second continue those of the prompt, and its attention also reads the prompt's keys and values.
@@ -15,13 +15,13 @@ import torch
 from trainer.data.samples import Sample, Samples, split_documents
 
 WORTH_SHARING = 0.1
-"""Fraction of tokens to save from which prompts are shared by default: below, copies of keys and values, and unequal
-documents where dense attention computes equal ones, may cost more."""
+"""Least fraction of tokens saved at which prompts are shared by default: below, copying keys and values, and attention
+over documents of different lengths, may cost more."""
 _MEASURED_SAMPLES = 1000
 
 
-def shared_length(chosen: Sample, rejected: Sample) -> int:
-    """Return the number of common first tokens that are computed only once."""
+def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
+    """Return the number of leading tokens of both answers that are computed only once."""
     answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
     shortest = max(0, min(answer - 1, len(chosen.input_ids)))
     equal = np.asarray(chosen.input_ids[:shortest]) == np.asarray(rejected.input_ids[:shortest])
@@ -29,18 +29,18 @@ def shared_length(chosen: Sample, rejected: Sample) -> int:
 
 
 def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """Return the documents of pairs without the shared part of each rejected one, and how long this part is."""
+    """Remove the shared part from rejected documents; return all documents, and the length of the part for each."""
     shortened, shared = [], []
     for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
-        at = shared_length(chosen, rejected)
-        rest = Sample(rejected.input_ids[at:], rejected.trained[at:], [len(rejected.input_ids) - at])
-        shortened += [chosen, rest]
+        at = count_shared_tokens(chosen, rejected)
+        remainder = Sample(rejected.input_ids[at:], rejected.trained[at:], [len(rejected.input_ids) - at])
+        shortened += [chosen, remainder]
         shared += [0, at]
     return shortened, shared
 
 
 def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments by which `varlen_attention` gets the keys of documents; empty if nothing is shared.
+    """Return the arguments of `varlen_attention` for shared keys; empty if nothing is shared.
 
     Document i of `lengths[i]` tokens also reads the first `shared[i]` keys of document i - 1.
     """
@@ -49,8 +49,8 @@ def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str,
     starts = [0, *accumulate(lengths)]
     parts = []
     for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
-        before, own = starts[max(0, number - 1)], starts[number]
-        parts += [np.arange(before, before + common), np.arange(own, own + length)]
+        previous, start = starts[max(0, number - 1)], starts[number]
+        parts += [np.arange(previous, previous + common), np.arange(start, start + length)]
     counts = [length + common for length, common in zip(lengths, shared, strict=True)]
     return {
         "key_index": torch.from_numpy(np.concatenate(parts)),
@@ -60,7 +60,7 @@ def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str,
 
 
 def measure_savings(samples: Samples | Sequence[Sample]) -> float:
-    """Return the fraction of the tokens of pairs that need not be computed, from up to 1,000 samples spread evenly."""
+    """Return the fraction of the pairs' tokens saved by sharing, measured on up to 1,000 evenly spaced samples."""
     saved = total = 0
     for index in np.unique(np.linspace(0, len(samples) - 1, _MEASURED_SAMPLES, dtype=int)).tolist():
         saved += sum(share_prompts(list(split_documents(samples[index])))[1])

@@ -1,16 +1,15 @@
-"""Local data files of a source, by its path, its `data_files` and its split."""
+"""Find the local data files of a source by its path, `data_files` and split."""
 
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import nearest, shown
 from trainer.config.files import UnreadableFile, read_text
 from trainer.config.paths import expand_path
 from trainer.config.yaml_core import read_yaml
-from trainer.data.text_files import data_suffix
+from trainer.data.text_files import get_data_suffix
 
 _TABLES: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("source_files.yaml")).tree
 READERS = {suffix: kind for kind, suffixes in _TABLES["kinds"].items() for suffix in suffixes.split()}
@@ -18,21 +17,21 @@ SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items(
 
 
 def describe_source(source: SourceSection, label: str) -> str:
-    """Return the source as configured, for the beginning of a message; `label` may be an option or a setting."""
+    """Return the source as configured, to begin a message with; `label` may be an option or a setting."""
     return f"{label}{'.path' if label.startswith('dataset') else ''}={shown(source.path)}"
 
 
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
-    """Return the source at the path that an option or another setting gives; `label` names it in errors."""
+    """Build the source for the path in an option or another setting, which `label` names in errors."""
     try:
-        # Not through the constructor, in which the name `none` means no path.
+        # Not through the constructor, which reads the name `none` as no path.
         return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
     except ValueError as error:
         raise UserError(f"{label}={shown(path)}: {error}") from None
 
 
 def read_template(configured: str) -> str:
-    """Return the template of dataset.chat_template: its text, or that of the file. Raises UserError if it has none."""
+    """Return the template in dataset.chat_template, or in the file that it names. Raises UserError without one."""
     if "{" in configured:
         return configured
     if not configured.strip():
@@ -49,78 +48,77 @@ def read_template(configured: str) -> str:
 
 
 def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
-    """Return the data files of a path: the file itself, or the folder's files of the split."""
+    """Return the data files of a path: the file itself, or the files of the split in a folder."""
     where = describe_source(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
-            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
-        if data_suffix(local) not in READERS:
-            ending = "".join(local.suffixes[-1:]) or "a file without an ending"
-            packed = ending in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
-            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz too"
-            raise UserError(f"{where}: {ending} is not understood{advice}")
-        if split != "train" and _find_split(Path(local.name)) != _split_word(split):
-            raise UserError(no_such_split(label, split, shown(source.path)))
+            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove one of the two")
+        if get_data_suffix(local) not in READERS:
+            suffix = local.suffix or "a file without a suffix"
+            is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
+            fix = "unpack it" if is_archive else f"use {kinds}, also with .gz"
+            raise UserError(f"{where}: {suffix} is not supported; {fix}")
+        if split != "train" and _find_split(Path(local.name)) != _normalize_split(split):
+            raise UserError(describe_missing_split(label, split, shown(source.path)))
         return [local]
     try:
-        files = [file for file in sorted(local.rglob("*")) if file.is_file() and data_suffix(file) in READERS]
-        next(local.iterdir(), None)  # rglob silently skips an unreadable folder
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and get_data_suffix(file) in READERS]
+        next(local.iterdir(), None)  # raises for an unreadable folder, which rglob skips silently
     except OSError as error:
         raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
-    # A README next to the data is not data.
-    files = [file for file in files if data_suffix(file) != ".md"] or files
+    # Skip a README next to the data.
+    files = [file for file in files if get_data_suffix(file) != ".md"] or files
     if not files:
-        raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
+        raise UserError(f"{where}: the folder has no data files; add files that end in {kinds}")
     if source.data_files:
-        return _one_kind(_named_files(source, local, files, label), where)
+        return _check_one_kind(_select_named_files(source, local, files, label), where)
     by_split = {file: _find_split(file.relative_to(local)) for file in files}
     splits = {name for name in by_split.values() if name}
     if splits:
-        files = [file for file in files if by_split[file] == _split_word(split)]
+        files = [file for file in files if by_split[file] == _normalize_split(split)]
         if not files:
             raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}; use one")
     elif split != "train":
-        raise UserError(no_such_split(label, split, shown(source.path)))
-    return _one_kind(files, where)
+        raise UserError(describe_missing_split(label, split, shown(source.path)))
+    return _check_one_kind(files, where)
 
 
-def no_such_split(label: str, split: str, path: str) -> str:
-    """Return the error for a missing split."""
-    return (
-        f"{label}.split={split}: {path} has no such split; remove the setting, write train[:100] for a part, "
-        "or name the file that holds the split"
-    )
+def describe_missing_split(label: str, split: str, path: str) -> str:
+    """Return the message for a missing split."""
+    fix = "remove the setting, use train[:100] for a part, or set the path to the file of the split"
+    return f"{label}.split={split}: {path} has no such split; {fix}"
 
 
-def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
-    chosen: list[Path] = []
+def _select_named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
+    names = {str(file.relative_to(local)): file for file in files}
+    selected: dict[str, Path] = {}
     for pattern in source.data_files:
-        wanted = pattern.removeprefix("./").removeprefix(f"{local}/")
-        found = [file for file in files if fnmatch(str(file.relative_to(local)), wanted)]
-        if not found:
-            near = get_close_matches(wanted, [str(file.relative_to(local)) for file in files], n=1)
-            hint = f"did you mean {near[0]}?" if near else "use files of that folder, or remove it"
+        relative = pattern.removeprefix("./").removeprefix(f"{local}/")
+        matches = {name: file for name, file in names.items() if fnmatch(name, relative)}
+        if not matches:
+            near = nearest(relative, names)
+            hint = f"did you mean {near}?" if near else "use files of that folder, or remove it"
             raise UserError(f"{label}.data_files={shown(pattern)}: no such data file in {shown(source.path)}; {hint}")
-        chosen += [file for file in found if file not in chosen]
-    return chosen
+        selected |= matches
+    return list(selected.values())
 
 
-def _one_kind(files: list[Path], where: str) -> list[Path]:
-    readers = sorted({READERS[data_suffix(file)] for file in files})
+def _check_one_kind(files: list[Path], where: str) -> list[Path]:
+    readers = sorted({READERS[get_data_suffix(file)] for file in files})
     if len(readers) > 1:
-        raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); use one file, or use dataset.mix")
+        raise UserError(f"{where}: has files of several kinds ({', '.join(readers)}); use one file, or dataset.mix")
     return files
 
 
-def _split_word(split: str) -> str:
+def _normalize_split(split: str) -> str:
     """Return `validation` for dev and valid, else the split."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
 def _find_split(path: Path) -> str | None:
-    """Return a file's split by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
+    """Find the split in a file's name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
         words = part.replace("_", "-").replace(" ", "-").split("-")

@@ -1,4 +1,4 @@
-"""Sources of records: files, folders and hub names, each read into one table, and the splits of the datasets library.
+"""Read the records of files, folders and hub datasets, and the splits of the datasets library.
 
 A `split` is a name, a part of it such as train[:10%], or several joined by +.
 """
@@ -21,9 +21,9 @@ from trainer.config.errors import shown
 from trainer.config.paths import is_remote
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
-from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, describe_source, find_data_files, no_such_split
-from trainer.data.text_files import RAW, data_suffix, raw_records
+from trainer.data.built_folder import DISK_FULL
+from trainer.data.source_files import READERS, describe_missing_split, describe_source, find_data_files
+from trainer.data.text_files import RAW, get_data_suffix, read_raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
 _NAME = re.compile(r"\w[\w.-]*")
-PATIENCE_S = 4.0
-"""How long to wait for the hub."""
+HUB_TIMEOUT_S = 4.0
 _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
@@ -41,57 +40,56 @@ def read_source(
 ) -> "Dataset | IterableDataset":
     """Return the rows of a source in order, at most `max_samples`; `parse_row` converts them to records.
 
-    `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming` nothing is
+    `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming`, nothing is
     read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
-    datasets library. Raises UserError if the path is missing, cannot be read or is empty.
+    datasets library. Raises UserError if the path is missing, cannot be read or has no records.
     """
     from datasets import Dataset
 
-    local = local_path(source, label)
-    if local is None:
-        records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming))
-    elif _is_saved_dataset(local):
-        records = read_split(source.split, label, lambda name: _read_saved(source, local, name, label))
-    else:
-        records = read_split(
-            source.split,
-            label,
-            lambda name: _read_files(source, local, name, label, streaming, scratch),
-        )
+    local = find_local_path(source, label)
+
+    def read(name: str) -> "Dataset | IterableDataset":
+        if local is None:
+            return _read_hub(source, name, label, streaming)
+        if _is_saved_dataset(local):
+            return _read_saved(source, local, name, label)
+        return _read_files(source, local, name, label, streaming, scratch)
+
+    records = read_split(source.split, label, read)
     if source.max_samples is not None:
         records = records.take(source.max_samples)
     if isinstance(records, Dataset) and len(records) == 0:
-        raise _empty(source, label)
+        raise no_records_error(source, label)
     for name, feature in (records.features or {}).items():
-        if (kept := _undecoded(feature)) != feature:
-            records = records.cast_column(name, kept)
+        if (undecoded := _disable_decoding(feature)) != feature:
+            records = records.cast_column(name, undecoded)
     return records
 
 
-def _undecoded(feature: Any) -> Any:
-    """Return the type of a column with images as bytes or paths, which the datasets library would decode."""
+def _disable_decoding(feature: Any) -> Any:
+    """Return a column type whose images are bytes or paths, without decoding by the datasets library."""
     from datasets import Image, List
 
     if isinstance(feature, Image):
         return Image(decode=False)
     if isinstance(feature, List):
-        return List(_undecoded(feature.feature), feature.length)
-    return {name: _undecoded(inner) for name, inner in feature.items()} if isinstance(feature, dict) else feature
+        return List(_disable_decoding(feature.feature), feature.length)
+    return {name: _disable_decoding(inner) for name, inner in feature.items()} if isinstance(feature, dict) else feature
 
 
-def content_key(source: SourceSection, label: str) -> str:
-    """Return a hash of the source's bytes, so that an edited file is never read from the cache.
+def compute_content_key(source: SourceSection, label: str) -> str:
+    """Return a hash of the source's bytes, so that the cache is never used for an edited file.
 
-    For a hub data set it is the fingerprint of its cached copy. Raises the UserErrors of `read_source`.
+    For a hub dataset, return the fingerprint of its cached copy. Raises the UserErrors of `read_source`.
     """
-    local = local_path(source, label)
+    local = find_local_path(source, label)
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
         return str(require(records, "_fingerprint", "datasets"))
     if _is_saved_dataset(local):
         files = sorted(local.rglob("*.arrow"))
     else:
-        names = split_names(source.split, label)
+        names = parse_split_names(source.split, label)
         files = [file for name in names for file in find_data_files(source, local, name, label)]
     digest = xxhash.xxh3_128()
     for file in files:
@@ -108,22 +106,23 @@ def content_key(source: SourceSection, label: str) -> str:
     return digest.hexdigest()
 
 
-def _empty(source: SourceSection, label: str) -> UserError:
-    head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
-    return UserError(f"{describe_source(source, label)}: no records in it{head}; use a dataset that has some")
+def no_records_error(source: SourceSection, label: str) -> UserError:
+    """Return the error for a source without records."""
+    header = " (the first line of a CSV file names its columns)" * (".csv" in str(source.path).lower())
+    return UserError(f"{describe_source(source, label)}: has no records{header}; use another dataset")
 
 
-def local_path(source: SourceSection, label: str) -> Path | None:
+def find_local_path(source: SourceSection, label: str) -> Path | None:
     """Return the path on this machine, None for a hub name. Raises UserError for a local path that does not exist."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
-        raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub data set")
+        raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub dataset")
     if is_remote(source.path):
         return fetch_data(source.path, where)
     if "://" in source.path:
-        fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a hub data set"
-        raise UserError(f"{where}: is a URL that cannot be read; {fix}, or a place such as s3://bucket/data")
+        fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a hub dataset"
+        raise UserError(f"{where}: URLs of this kind cannot be read; {fix}, or a location such as s3://bucket/data")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -134,23 +133,23 @@ def local_path(source: SourceSection, label: str) -> Path | None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UserError(f"{where}: is a pipe, socket or device, and data is read more than once; write it to a file")
+        raise UserError(f"{where}: is a pipe, socket or device, and data is read several times; write it to a file")
     return path.absolute()
 
 
 def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     """Raise UserError for a missing path, unless it may be a name on the hub."""
     assert source.path is not None
-    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
-    if not looks_local:
+    has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS
+    if not (source.path.startswith(("/", "~", ".")) or has_file_name):
         return
     if path.is_symlink():
-        raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; correct it")
+        raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; fix the path, or the link")
     near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
+    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub dataset"
     if "," in path.name or "*" in path.name:
         hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
-    raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
+    raise UserError(f"{where}: no such file or folder (searched for {path.absolute()}); {hint}")
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -167,15 +166,15 @@ def _read_files(
 
     datasets = _library()
     where, files = describe_source(source, label), find_data_files(source, local, split, label)
-    names, kind = [str(file) for file in files], READERS[data_suffix(files[0])]
+    names, kind = [str(file) for file in files], READERS[get_data_suffix(files[0])]
     if source.text_mode != "line" and kind != "text":
         raise UserError(
             f"{label}.text_mode={source.text_mode}: only for .txt and .md files; {where} is {kind}: remove it"
         )
     if all(file.stat().st_size == 0 for file in files):
-        raise _empty(source, label)
+        raise no_records_error(source, label)
     cache = str(scratch) if scratch else None
-    # The library logs bad files as well; the user gets our line.
+    # The library would log bad files in addition to our error.
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -184,10 +183,10 @@ def _read_files(
         arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
         features = Features({RAW: Value("string")})
         if streaming:
-            return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
+            return IterableDataset.from_generator(read_raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return Dataset.from_generator(
-            raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+            read_raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
@@ -196,7 +195,7 @@ def _read_files(
 
 
 def _library() -> Any:
-    """Import the datasets library on first use: it takes half a second."""
+    """Import the datasets library on first use, since that takes half a second."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -207,8 +206,7 @@ def _library() -> Any:
 def _read_errors() -> tuple[type[Exception], ...]:
     from datasets.exceptions import DatasetGenerationError
 
-    # What datasets and Arrow raise for files that are cut, empty or of another format; Arrow's own are subclasses, that
-    # of a type it does not read of NotImplementedError.
+    # Raised by datasets and Arrow for files that are truncated, empty, of another format or of unsupported types.
     return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 
 
@@ -233,21 +231,19 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
     for cause in causes:
         if isinstance(cause, UserError):
             return cause
-        if isinstance(cause, OSError) and cause.errno in FULL:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             return cause
-        if str(cause).startswith("Not enough disk space"):  # checked by the library before it writes
+        if str(cause).startswith("Not enough disk space"):  # the library checks before it writes
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
                 f"{describe_source(source, label)}: cannot be read, since {cause.filename} cannot be written "
-                f"({cause.strerror}); fix its permissions, or use another folder with HF_DATASETS_CACHE"
+                f"({cause.strerror}); fix its permissions, or set HF_DATASETS_CACHE to another folder"
             )
     if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-        return _empty(source, label)
-    return UserError(
-        f"{describe_source(source, label)}: cannot be read as {kind} ({error.__cause__ or error}); "
-        "it may be incomplete, copy it again"
-    )
+        return no_records_error(source, label)
+    problem = f"cannot be read as {kind} ({error.__cause__ or error})"
+    return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete, copy it again")
 
 
 def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
@@ -259,11 +255,11 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
     except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{describe_source(source, label)}: cannot be read as a saved data set ({reason}); save or copy it again"
+            f"{describe_source(source, label)}: cannot be read as a saved dataset ({reason}); save or copy it again"
         ) from None
     if isinstance(loaded, Dataset):
         if split not in ("train", str(loaded.split)):
-            raise UserError(no_such_split(label, split, shown(source.path)))
+            raise UserError(describe_missing_split(label, split, shown(source.path)))
         return loaded
     if split not in loaded:
         raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(loaded)}")
@@ -271,7 +267,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
 
 
 def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> "Dataset | IterableDataset":
-    """Read a data set on the hub, or its cached copy if the hub cannot be reached."""
+    """Read a dataset on the hub, or its cached copy if the hub cannot be reached."""
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     datasets = _library()
@@ -290,21 +286,21 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         offline = datasets.config.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
         raise UserError(
-            f"{where}: no file or folder of that name here, no hub data set of that name in the cache, and {reason}; "
-            "fix the path, or download the data set on a machine with a network"
+            f"{where}: no such file or folder, no such hub dataset in the cache, and {reason}; "
+            "fix the path, or download the dataset on a machine with network access"
         ) from None
     except (DatasetNotFoundError, FileNotFoundError) as error:
-        raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None
+        raise UserError(f"{where}: no such file, folder or hub dataset ({error}); fix the path") from None
     except ValueError as error:
         settings = {"split": f"{label}.split={split}", "config": f"{label}.name={source.name}"}
-        named = (setting for word, setting in settings.items() if word in str(error).lower())
-        raise UserError(f"{next(named, where)}: {error}") from None
+        matching = (setting for word, setting in settings.items() if word in str(error).lower())
+        raise UserError(f"{next(matching, where)}: {error}") from None
     except DatasetGenerationError as error:
         raise UserError(f"{where}: cannot be read ({error.__cause__ or error})") from None
 
 
-def split_names(split: str, label: str) -> list[str]:
-    """Return the names in a split. Raises UserError if it cannot be parsed."""
+def parse_split_names(split: str, label: str) -> list[str]:
+    """Parse a split and return the names in it. Raises UserError if it is malformed."""
     if _NAME.fullmatch(split):
         return [split]
     from datasets import ReadInstruction
@@ -323,10 +319,10 @@ def split_names(split: str, label: str) -> list[str]:
 def read_split(
     split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
 ) -> "Dataset | IterableDataset":
-    """Return the records of a split; `read(name)` reads a whole one. Raises UserError if the part is empty."""
+    """Return the records of a split; `read(name)` reads all records of a name. Raises UserError for an empty part."""
     from datasets import concatenate_datasets
 
-    names = split_names(split, label)
+    names = parse_split_names(split, label)
     parts = [
         _select_part(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
     ]
@@ -344,13 +340,13 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
         except (ValueError, AssertionError) as error:
             raise UserError(f"{label}.split={spec}: {error}") from None
         if bounds.from_ >= bounds.to:
-            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger part")
+            raise UserError(f"{label}.split={spec}: selects none of {len(records):,} records; use a larger part")
         return records.select(range(bounds.from_, bounds.to))
     counts = _COUNTS.match(spec.removeprefix(name))
     if counts is None:
         raise UserError(
-            f"{label}.split={spec}: the length of a stream is not known in advance; write counts, such "
-            f"as {name}[:1000], or set dataset.streaming: false"
+            f"{label}.split={spec}: the length of a stream is not known in advance; use counts such as "
+            f"{name}[:1000], or set dataset.streaming: false"
         )
     first = int(counts.group(1) or 0)
     records = records.skip(first) if first else records
@@ -358,9 +354,9 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
 
 
 def disable_retries_without_network(name: str) -> None:
-    """Disable retries of the hub if it cannot be reached; call this before looking up `name` on the hub.
+    """Disable retries if the hub cannot be reached; call this before looking up `name` on the hub.
 
-    huggingface_hub tries six times in 23 s for every file, cached or not.
+    huggingface_hub would try six times in 23 s for every file, even for cached ones.
     """
     if not Path(name).exists():
         _disable_retries_without_network()
@@ -375,7 +371,7 @@ def _disable_retries_without_network() -> None:
     if constants.HF_HUB_OFFLINE:
         return
     try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE_S)
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except (HTTPError, OSError):
         defaults = http_backoff.__kwdefaults__
         assert "max_retries" in defaults, f"http_backoff of huggingface_hub takes {sorted(defaults)}, no max_retries"

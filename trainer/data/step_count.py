@@ -1,20 +1,17 @@
-"""The number of optimizer steps of a run, and a global batch for the size of the data.
-
-`validate`, `estimate` and training all use it, so that they agree.
-"""
+"""Compute the number of optimizer steps of a run, and the global batch; used by `validate`, `estimate` and training."""
 
 import math
 
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 
 ENOUGH_STEPS = 100
-"""Least number of steps with `global_batch_size: auto`, if the data has as many samples."""
+"""Least number of steps with `global_batch_size: auto`, if the data has that many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
 
 
 def steps_per_epoch(samples: int, global_batch_size: int) -> int:
-    """Return the number of optimizer steps of an epoch; the last may be incomplete."""
+    """Return the number of optimizer steps in an epoch; the last step may be incomplete."""
     return -(-samples // global_batch_size)
 
 
@@ -22,9 +19,7 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
     """Return the optimizer steps of the run; None for an endless stream, or while the micro-batch is undecided."""
     if training.max_steps is not None:
         return training.max_steps
-    if training.batch_size == AUTO and training.global_batch_size in (None, AUTO):
-        return None
-    if not samples:
+    if not samples or (training.batch_size == AUTO and training.global_batch_size in (None, AUTO)):
         return None
     return math.ceil(training.epochs * steps_per_epoch(samples, global_batch(training, world_size)))
 
@@ -44,52 +39,52 @@ def warmup_steps(training: TrainingSection, total: int) -> int:
 
 
 def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """Return the configuration with `training.global_batch_size` divided into micro-batches and accumulation.
+    """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation.
 
-    `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, that leaves the run ENOUGH_STEPS steps. So it only
-    depends on the number of ranks if there are more of them, or an odd number. A micro-batch that does not divide a
-    rank's part is made smaller. Raises UserError for a number that cannot be divided among the ranks.
+    `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, with at least ENOUGH_STEPS steps. It depends on
+    the number of ranks only if that is larger, or not a power of two. A micro-batch that does not divide a rank's part
+    is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:
         return config
     if wanted == AUTO:
         limit = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
-        of_rank = min(LARGEST_GLOBAL_BATCH, max(1.0, limit)) / world_size
-        of_rank = 2 ** math.floor(math.log2(of_rank)) if of_rank > 1 else 1
+        limit = min(LARGEST_GLOBAL_BATCH, max(1.0, limit)) / world_size
+        per_rank = 2 ** math.floor(math.log2(limit)) if limit > 1 else 1
     elif wanted % world_size:
         near = max(1, round(wanted / world_size)) * world_size
         raise UserError(
-            f"training.global_batch_size={wanted}: {world_size} ranks cannot share it evenly; use {near}, or auto"
+            f"training.global_batch_size={wanted}: cannot be divided evenly among {world_size} ranks; "
+            f"use {near}, or auto"
         )
     else:
-        of_rank = wanted // world_size
-    changes = {"global_batch_size": of_rank * world_size}
+        per_rank = wanted // world_size
+    changes = {"global_batch_size": per_rank * world_size}
     if training.batch_size != AUTO:
-        batch_size = next(size for size in range(min(training.batch_size, of_rank), 0, -1) if of_rank % size == 0)
-        changes |= {"batch_size": batch_size, "gradient_accumulation_steps": of_rank // batch_size}
+        batch_size = next(size for size in range(min(training.batch_size, per_rank), 0, -1) if per_rank % size == 0)
+        changes |= {"batch_size": batch_size, "gradient_accumulation_steps": per_rank // batch_size}
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
 def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """Return the configuration with evals_per_epoch and saves_per_epoch as steps; needs the global batch.
+    """Return the configuration with evals_per_epoch and saves_per_epoch converted to steps; needs the global batch.
 
     With best_checkpoint, saves coincide with evaluations.
     """
     training = config.training
-    size = global_batch(training, world_size)
     if not (training.evals_per_epoch or training.saves_per_epoch) or not samples or training.batch_size == AUTO:
         return config
+    epoch_steps = steps_per_epoch(samples, global_batch(training, world_size))
     changes: dict[str, int | None] = {}
     if training.evals_per_epoch:
-        evaluate = math.ceil(steps_per_epoch(samples, size) / training.evals_per_epoch)
-        changes |= {"eval_steps": evaluate, "evals_per_epoch": None}
+        changes |= {"eval_steps": math.ceil(epoch_steps / training.evals_per_epoch), "evals_per_epoch": None}
     if training.saves_per_epoch:
-        save = math.ceil(steps_per_epoch(samples, size) / training.saves_per_epoch)
-        between = changes.get("eval_steps") or training.eval_steps
-        if training.best_checkpoint and between:
-            save = -(-save // between) * between
-        changes |= {"save_steps": save, "saves_per_epoch": None}
+        save_steps = math.ceil(epoch_steps / training.saves_per_epoch)
+        eval_steps = changes.get("eval_steps") or training.eval_steps
+        if training.best_checkpoint and eval_steps:
+            save_steps = -(-save_steps // eval_steps) * eval_steps
+        changes |= {"save_steps": save_steps, "saves_per_epoch": None}
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
@@ -110,7 +105,7 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
 
 
 def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
-    """Raise UserError for cycles or a decay that the steps after the warm-up do not hold."""
+    """Raise UserError for cycles or a decay that do not fit into the steps after the warm-up."""
     steps = total - warmup
     if training.lr_scheduler == "cosine_with_restarts" and 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
         raise UserError(
@@ -119,13 +114,13 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
         )
     if training.lr_scheduler == "warmup_stable_decay" and warmup + training.decay_ratio * total >= total + 1:
         raise UserError(
-            f"training.decay_ratio={training.decay_ratio:g}: {warmup:,} of {total:,} steps are warm-up, which leaves "
-            f"less for the decay; use {steps / total:.2g} or less, or a shorter warm-up"
+            f"training.decay_ratio={training.decay_ratio:g}: only {steps:,} of {total:,} steps follow the warm-up; "
+            f"use {steps / total:.2g} or less, or a shorter warm-up"
         )
 
 
 def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings that do not fit the number of steps. Raises UserError for a schedule too long."""
+    """Return warnings about settings that do not fit the number of steps. Raises UserError for too long a schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:
@@ -141,18 +136,18 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     if total < FEW_STEPS and training.max_steps is None:
         size = global_batch(training, world_size)
         first = ", the first of them at a learning rate of 0" if warmup else ""
-        ways = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
-        ways += ["dataset.packing=false"] * config.dataset.packing
+        fixes = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
+        fixes += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(
-            f"{total} optimizer steps in all{first} ({samples:,} samples, {size} a step): too few to learn much; "
-            f"set {', or '.join(ways)}"
+            f"{total} optimizer steps in total{first} ({samples:,} samples, {size} per step): too few to learn much; "
+            f"set {', or '.join(fixes)}"
         )
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
     if evaluates and training.eval_steps > total:
-        best = ", and best_checkpoint and early_stopping have nothing to compare"
+        compares = training.best_checkpoint or training.early_stopping is not None
+        best = ", and best_checkpoint and early_stopping have no losses to compare" * compares
         warnings.append(
-            f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so nothing is evaluated within it"
-            + best * (training.best_checkpoint or training.early_stopping is not None)
-            + f"; use {max(1, total // 4)}"
+            f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so it is not evaluated before "
+            f"its end{best}; use {max(1, total // 4)}"
         )
     return warnings

@@ -1,11 +1,11 @@
-"""Streams: documents read, tokenized and packed on demand, from any position in the order.
+"""Streams: read, tokenize and pack documents on demand, from any position in the order.
 
-The order does not depend on the ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's order. The
-start of the next global batch is only known once all blocks before it are tokenized, since records without trained
-tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: of the blocks
-to come, each rank tokenizes one, and they gather those of all (`gather`). Every rank reads all records.
+The order does not depend on the number of ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's
+order. Where a global batch begins is only known once all earlier blocks are tokenized, since records without trained
+tokens are dropped and packs depend on lengths. So every rank needs all blocks, and the ranks share the work: each
+tokenizes one of the next blocks, and `gather` exchanges them. Every rank reads all records.
 
-`state_dict` has the block and the document in it (for each source of a mix, at the start of the current packing
+`state_dict` holds the block and the document within it (for each source of a mix, at the start of the current packing
 window), so that a resumed run skips earlier records without tokenizing them.
 """
 
@@ -21,18 +21,18 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport
 from trainer.data.formats import Shape
 from trainer.data.grouping import best_fit
-from trainer.data.samples import Gather, Sample, document_lengths, join
+from trainer.data.samples import Gather, Sample, join_samples, split_row_length
 from trainer.data.source_files import describe_source
-from trainer.data.sources import read_rows, read_source
+from trainer.data.sources import no_records_error, read_rows, read_source
 
 BLOCK_ROWS = 64
-# Records from which a shuffled stream draws the next one.
+# Number of records from which a shuffled stream draws the next one.
 SHUFFLE_BUFFER = 10_000
-# Documents that a packed stream packs at a time.
+# Number of documents that a packed stream packs together.
 PACKING_WINDOW = 1_000
 State = dict[str, Any]
 Block = tuple[list[Sample], int]
-"""The documents of a block and the number of its skipped records."""
+"""The documents of a block, and its number of skipped records."""
 
 
 def stream_samples(
@@ -46,7 +46,7 @@ def stream_samples(
     rank: int = 0,
     gather: Gather | None = None,
 ) -> "MixedStream | PackedStream":
-    """Return the samples of one pass, from the beginning or from `state`; without `gather`, for one rank alone."""
+    """Return the samples of one pass, from the beginning or from `state`; `gather` is None for a single rank."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
@@ -55,9 +55,8 @@ def stream_samples(
 
     weights = [source.weight for _, source in sources]
     if section.packing:
-        inner = state["documents"] if state else None
-        given = int(state["packs"]) if state else 0
-        return PackedStream(MixedStream(start, weights, [seed, epoch], inner), section.max_length, given)
+        documents = MixedStream(start, weights, [seed, epoch], state["documents"] if state else None)
+        return PackedStream(documents, section.max_length, int(state["packs"]) if state else 0)
     return MixedStream(start, weights, [seed, epoch], state)
 
 
@@ -65,16 +64,16 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     """Report on a stream from its first block. Raises UserError if it cannot be read."""
     rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
-        raise UserError(f"{describe_source(source, label)}: no records in it; use a dataset that has some")
+        raise no_records_error(source, label)
     shape, first = encoder.find_shape(source, rows, label)
-    columns = encoder.rows(rows, 0, shape, describe_source(source, label))
+    columns = encoder.encode_rows(rows, 0, shape, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
     return encoder.report(label, shape, first, table)
 
 
 class SourceStream:
-    """Documents of one pass over a source, without records that have no trained tokens."""
+    """The documents of one pass over a source, except records without trained tokens."""
 
     def __init__(
         self,
@@ -89,17 +88,17 @@ class SourceStream:
         gather: Gather | None,
     ) -> None:
         self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
-        self._place = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
+        self._description = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self.state = dict(state)
-        """The block, the number of its documents already yielded, and the records skipped so far."""
+        """The block, the number of its documents already yielded, and the number of records skipped so far."""
         self._records = self._read_blocks(section, seed)
-        self._read = 0
-        self._rank, self._gather = (rank, gather) if gather else (0, lambda made: [made])
-        self._made: dict[int, Block | UserError | None] = {}
+        self._blocks_read = 0
+        self._rank, self._gather = (rank, gather) if gather else (0, lambda block: [block])
+        self._blocks: dict[int, Block | UserError | None] = {}
 
     def __iter__(self) -> Iterator[Sample]:
         state = self.state
-        while (block := self._take_block(state["block"])) is not None:
+        while (block := self._get_block(state["block"])) is not None:
             documents, skipped = block
             state["skipped"] += 0 if state["taken"] else skipped
             for document in documents[state["taken"] :]:
@@ -107,21 +106,21 @@ class SourceStream:
                 yield document
             state["block"], state["taken"] = state["block"] + 1, 0
 
-    def _take_block(self, number: int) -> Block | None:
-        """Return a block, None after the last. A UserError of any rank is raised by all, in the same step."""
-        if number not in self._made:
-            own = number + self._rank
-            self._made = dict(self._gather((own, self._make_block(own))))
-        made = self._made[number]
-        if isinstance(made, UserError):
-            raise made
-        return made
+    def _get_block(self, number: int) -> Block | None:
+        """Return a block, or None after the last. All ranks raise a UserError of any rank, in the same step."""
+        if number not in self._blocks:
+            local = number + self._rank
+            self._blocks = dict(self._gather((local, self._build_block(local))))
+        block = self._blocks[number]
+        if isinstance(block, UserError):
+            raise block
+        return block
 
-    def _make_block(self, number: int) -> Block | UserError | None:
+    def _build_block(self, number: int) -> Block | UserError | None:
         try:
             for records in self._records:
-                self._read += 1
-                if self._read > number:
+                self._blocks_read += 1
+                if self._blocks_read > number:
                     return self._encode(number, records)
         except UserError as error:  # raised when the block is needed
             return error
@@ -141,23 +140,23 @@ class SourceStream:
             yield block
 
     def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
-        columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
+        columns = self._encoder.encode_rows(records, number * BLOCK_ROWS, self._shape, self._description)
         trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
         if any(columns["images"]):
-            raise UserError("dataset.streaming=true: records with images cannot be streamed yet; set it to false")
+            raise UserError("dataset.streaming=true: records with images cannot be streamed; set it to false")
         documents = zip(columns["input_ids"], trained, columns["rejected"], columns["targets"], strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:
-            print(f"skipped: {problem}", file=sys.stderr, flush=True)  # into this rank's log
+            print(f"skipped: {problem}", file=sys.stderr, flush=True)  # goes to this rank's log
         return [
-            Sample(ids, trained, document_lengths(len(ids), rejected))
+            Sample(ids, trained, split_row_length(len(ids), rejected))
             for ids, trained, rejected, targets in documents
             if targets
         ], len(problems)
 
 
 class MixedStream:
-    """Documents drawn from sources by weight; a source that ends starts again until all have ended once."""
+    """Documents drawn from sources by weight; a source that ends restarts until all have ended once."""
 
     def __init__(
         self,
@@ -167,26 +166,26 @@ class MixedStream:
         state: State | None,
     ) -> None:
         self._start = start
-        self._odds = np.asarray(weights) / sum(weights)
+        self._probabilities = np.asarray(weights) / sum(weights)
         self._generator = np.random.default_rng(seed)
-        at: list[State | None] = [None] * len(weights)
+        states: list[State | None] = [None] * len(weights)
         self._ended = [False] * len(weights)
         if state is not None:
-            at, self._ended = list(state["sources"]), list(state["ended"])
+            states, self._ended = list(state["sources"]), list(state["ended"])
             self._generator.bit_generator.state = state["random"]
-        self._streams = [start(number, place) for number, place in enumerate(at)]
+        self._streams = [start(number, each) for number, each in enumerate(states)]
 
     def __iter__(self) -> Iterator[Sample]:
         documents = [iter(stream) for stream in self._streams]
         while not all(self._ended):
-            choice = int(self._generator.choice(len(documents), p=self._odds))
+            choice = int(self._generator.choice(len(documents), p=self._probabilities))
             sample = next(documents[choice], None)
             if sample is None:
                 self._ended[choice] = True
                 if all(self._ended):
                     return
-                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].state["skipped"]}
-                self._streams[choice] = self._start(choice, again)
+                restart = {"block": 0, "taken": 0, "skipped": self._streams[choice].state["skipped"]}
+                self._streams[choice] = self._start(choice, restart)
                 documents[choice] = iter(self._streams[choice])
                 sample = next(documents[choice], None)
             if sample is not None:
@@ -194,11 +193,11 @@ class MixedStream:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Records that were skipped so far, by source."""
+        """Number of skipped records per source so far."""
         return {stream.label: stream.state["skipped"] for stream in self._streams}
 
     def state_dict(self) -> State:
-        """Return the position of each source, which sources are exhausted, and the state of the random generator."""
+        """Return the position of each source, whether it has ended, and the state of the random generator."""
         return {
             "sources": [dict(stream.state) for stream in self._streams],
             "ended": list(self._ended),
@@ -207,26 +206,26 @@ class MixedStream:
 
 
 class PackedStream:
-    """Packs of `PACKING_WINDOW` documents at a time; skips `given` packs of the first window."""
+    """Packs `PACKING_WINDOW` documents at a time; skips the first `packs_yielded` packs of the first window."""
 
-    def __init__(self, documents: MixedStream, max_length: int, given: int) -> None:
-        self._documents, self._max_length, self._given = documents, max_length, given
+    def __init__(self, documents: MixedStream, max_length: int, packs_yielded: int) -> None:
+        self._documents, self._max_length, self._packs_yielded = documents, max_length, packs_yielded
         self._window_start = documents.state_dict()
 
     def __iter__(self) -> Iterator[Sample]:
         documents = iter(self._documents)
         while window := list(islice(documents, PACKING_WINDOW)):
             packs = best_fit([len(document.input_ids) for document in window], self._max_length)
-            for pack in packs[self._given :]:
-                self._given += 1
-                yield join([window[index] for index in pack])
-            self._window_start, self._given = self._documents.state_dict(), 0
+            for pack in packs[self._packs_yielded :]:
+                self._packs_yielded += 1
+                yield join_samples([window[index] for index in pack])
+            self._window_start, self._packs_yielded = self._documents.state_dict(), 0
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far, including those of the window."""
+        """Number of skipped records per source so far, including those of the current window."""
         return self._documents.skipped
 
     def state_dict(self) -> State:
         """Return the start of the current window and the number of its packs already yielded."""
-        return {"documents": self._window_start, "packs": self._given}
+        return {"documents": self._window_start, "packs": self._packs_yielded}

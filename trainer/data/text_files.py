@@ -1,8 +1,8 @@
 """Read the records of JSON, CSV and text files without guessing types.
 
-A record travels as one JSON text (`RAW`) until `parse_row` opens it, so that `007`, `NA` and `2024-01-01` stay what
-they are and records of one file may differ in their fields. A line that cannot be read travels as its error message,
-which `parse_row` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
+A record is passed on as one JSON text (`RAW`) until `parse_row` decodes it, so that `007`, `NA` and `2024-01-01` stay
+unchanged and records of one file may differ in their fields. A line that cannot be read is passed on as its error
+message, which `parse_row` raises: the caller decides whether to stop or to skip it. Mistakes that concern an entire
 file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
 """
 
@@ -25,19 +25,19 @@ RAW = "zerolora_record"
 SEPARATORS = ",;\t|"
 # Lines of a CSV file used to find its separator.
 _SNIFFED_LINES = 20
-csv.field_size_limit(sys.maxsize)  # the answer in a cell may be longer than Python's 128 KiB
+csv.field_size_limit(sys.maxsize)  # an answer in a cell may be longer than the default limit, 128 KiB
 
 
 class _BadLine(str):
     """The message for a line that cannot be read."""
 
 
-def raw_records(
+def read_raw_records(
     files: list[str], kind: str, where: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
     """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
 
-    `state` is only part of the name under which the datasets library caches the records.
+    `state` is unused: it makes the datasets library cache the records of changed files under another name.
     """
     texts = partial(_text_records, mode=text_mode)
     readers: dict[str, Callable[..., Iterator[str]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
@@ -47,20 +47,20 @@ def raw_records(
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record in a row of any source. Raises UserError for a line that could not be read."""
+    """Decode the record in a row of any source. Raises UserError for a line that could not be read."""
     if RAW not in row:
-        return {name: _without_padding(value) for name, value in row.items()}
+        return {name: _remove_padding(value) for name, value in row.items()}
     record = json.loads(row[RAW])
     if isinstance(record, str):
         raise UserError(record)
     return dict(record)
 
 
-def _without_padding(value: Any) -> Any:
+def _remove_padding(value: Any) -> Any:
     """Remove the nulls that Arrow adds to give all records of a column the same keys."""
     if isinstance(value, Mapping):
-        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
-    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _remove_padding(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 _NO_DATA = {
@@ -69,15 +69,15 @@ _NO_DATA = {
 }
 
 
-def data_suffix(path: Path) -> str:
+def get_data_suffix(path: Path) -> str:
     """Return the file's suffix, without .gz."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
-def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
+def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
     """Yield the decoded lines of a file, compressed or not, with their line ends.
 
-    Raises UserError for a line that is not text; with `keep_bad` a _BadLine takes its place.
+    Raises UserError for a line that is not text, or with `keep_bad` yields a _BadLine.
     """
     number = offset = 0
     try:
@@ -91,11 +91,11 @@ def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
                 yield text if keep_bad else _refuse_bad(text)
                 offset += len(line)
     except EOFError:
-        problem = f"ends in the middle of its compressed data, after line {number}; copy it again"
+        problem = f"is truncated after line {number}; copy it again"
     except (gzip.BadGzipFile, zlib.error) as error:
-        problem = f"is damaged after line {number}; copy it again ({error})"
+        problem = f"is damaged after line {number} ({error}); copy it again"
         if not number:
-            problem = f"has the suffix .gz but is not in that format; rename it to match its format ({error})"
+            problem = f"has the suffix .gz but another format ({error}); rename it to match its format"
     except OSError as error:
         problem = f"cannot be read ({error.strerror}); fix its permissions, or copy it"
     else:
@@ -104,16 +104,16 @@ def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
 
 
 def _decode(line: bytes, place: str, offset: int) -> str:
-    """Return a line as text, or a _BadLine if it is not; `offset` is that of its first byte in the file."""
+    """Decode a line, or return a _BadLine if it is not text; `offset` is that of its first byte in the file."""
     if (at := line.find(b"\0")) >= 0:
-        problem = "the file is damaged, or not UTF-8 text; convert UTF-16 with iconv -f UTF-16 -t UTF-8"
-        return _BadLine(f"{place} has a NUL byte (offset {offset + at}); {problem}")
+        problem = f"has a NUL byte (offset {offset + at})"
+        return _BadLine(f"{place} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         return _BadLine(
             f"{place} is not UTF-8 text (byte 0x{line[error.start]:02x} at offset {offset + error.start}); "
-            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
+            "convert the file, for example Western European text with iconv -f LATIN1 -t UTF-8"
         )
 
 
@@ -125,8 +125,8 @@ def _refuse_bad(line: str) -> str:
 
 
 def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
-    """Yield each line, each paragraph or the whole file as a record, unless it is blank."""
-    lines = _lines(file, where)
+    """Yield each line, each paragraph or the entire file as a record, unless it is blank."""
+    lines = _read_lines(file, where)
     texts: Iterable[str] = lines
     if mode == "paragraph":
         texts = ("".join(group) for _, group in groupby(lines, key=lambda line: bool(line.strip())))
@@ -139,22 +139,22 @@ def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
 
 def _json_records(file: Path, where: str) -> Iterator[str]:
     """Yield one object per line, the objects of one list, or the single object of the file."""
-    lines = enumerate(_lines(file, where, keep_bad=True), start=1)
-    written = ((number, line) for number, line in lines if line.strip())
-    number, first = next(written, (0, ""))
+    lines = enumerate(_read_lines(file, where, keep_bad=True), start=1)
+    nonblank = ((number, line) for number, line in lines if line.strip())
+    number, first = next(nonblank, (0, ""))
     begin = first.strip()
     # The first line of an object over several lines.
-    is_spread = begin == "{" or (begin.endswith(("[", "{", ",")) and begin.count('"') % 2 == 0)
-    is_one = begin.startswith("[") or (begin.startswith("{") and is_spread)
-    second = None if is_one else next(written, None)
+    is_multiline = begin == "{" or (begin.endswith(("[", "{", ",")) and begin.count('"') % 2 == 0)
+    is_single = begin.startswith("[") or (begin.startswith("{") and is_multiline)
+    second = None if is_single else next(nonblank, None)
     if second is None:
         text = "".join(map(_refuse_bad, chain([first], (line for _, line in lines))))
         if begin:
-            yield from _items(_json_value(text, file, where, number), file, where)
+            yield from _json_items(_parse_json(text, file, where, number), file, where)
         return
-    for at, line in chain([(number, first), second], written):
+    for at, line in chain([(number, first), second], nonblank):
         try:
-            record = _json_value(_refuse_bad(line).strip(), file, where, at)
+            record = _parse_json(_refuse_bad(line).strip(), file, where, at)
             if not isinstance(record, dict):
                 raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
             yield line
@@ -162,7 +162,7 @@ def _json_records(file: Path, where: str) -> Iterator[str]:
             yield json.dumps(str(error))
 
 
-def _json_value(text: str, file: Path, where: str, line: int) -> Any:
+def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
     """Parse the JSON that starts at `line` of a file. Raises UserError."""
     try:
         return json.loads(text)
@@ -170,36 +170,33 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
         several = error.msg == "Extra data"
         if several and text.lstrip().startswith("[") and error.lineno > 1:
             raise UserError(f"{where}: line {line} of {file.name} {_describe_wrong_type([])}") from None
-        problem = "more follows after the end of a value" if several else error.msg
-        raise UserError(
-            f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({problem}, column {error.colno}); "
-            + ("write one record per line" if several else "fix or remove it")
-        ) from None
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
-        raise UserError(
-            f"{where}: line {line} of {file.name} is JSON that cannot be read ({error}); remove it"
-        ) from None
+        problem = "extra data after the first value" if several else error.msg
+        fix = "write one record per line" if several else "fix or remove it"
+        place = f"{where}: line {line + error.lineno - 1} of {file.name}"
+        raise UserError(f"{place} is not JSON ({problem}, column {error.colno}); {fix}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more than 4300 digits
+        place = f"{where}: line {line} of {file.name}"
+        raise UserError(f"{place} is JSON that cannot be read ({error}); remove it") from None
 
 
 def _describe_wrong_type(value: Any) -> str:
-    return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
+    return f'is {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
-def _items(value: Any, file: Path, where: str) -> Iterator[str]:
+def _json_items(value: Any, file: Path, where: str) -> Iterator[str]:
     if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
-        is_record = isinstance(record, dict)
-        yield json.dumps(
-            record if is_record else f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
-        )
+        if not isinstance(record, dict):
+            record = f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
+        yield json.dumps(record)
 
 
 def _csv_records(file: Path, where: str) -> Iterator[str]:
-    """Yield the cells as text under the names in the first line."""
-    lines = _lines(file, where)
+    """Yield records of the cells as text, under the names in the first line."""
+    lines = _read_lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
-    separator = "\t" if data_suffix(file) == ".tsv" else detect_separator(sniffed)
+    separator = "\t" if get_data_suffix(file) == ".tsv" else detect_separator(sniffed)
     reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
     names: list[str] = []
     begin = 1
@@ -211,28 +208,24 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
                 continue
             if not names:
                 names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-                if twice := sorted({name for name in names if names.count(name) > 1}):
-                    raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
+                if duplicates := sorted({name for name in names if names.count(name) > 1}):
+                    raise UserError(f"{place} repeats the column {', '.join(duplicates)}; use different names")
                 continue
             while len(cells) > len(names) and not cells[-1]:
                 cells.pop()
-            if len(cells) != len(names):
-                shown = {"\t": "a tab"}.get(separator, separator)
-                yield json.dumps(
-                    f"{place} has {len(cells)} cells, the first line {len(names)} (separated by {shown}); "
-                    "put a text that holds the separator in double quotes"
-                )
+            if len(cells) == len(names):
+                yield json.dumps(dict(zip(names, cells, strict=True)))
                 continue
-            yield json.dumps(dict(zip(names, cells, strict=True)))
+            shown = {"\t": "a tab"}.get(separator, separator)
+            problem = f"has {len(cells)} cells, and the first line {len(names)} (separated by {shown})"
+            yield json.dumps(f"{place} {problem}; put double quotes around texts that contain the separator")
     except csv.Error as error:
-        raise UserError(
-            f"{where}: line {begin} of {file.name} is not CSV ({error}); "
-            'begin and end a quoted text with ", and write a " inside it twice'
-        ) from None
+        fix = 'begin and end a quoted text with ", and write a " inside it twice'
+        raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None
 
 
 def detect_separator(lines: list[str]) -> str:
-    """Return the separator that splits the first line into the most cells; the comma if none does."""
+    """Return the separator that splits the first line into the most cells, by default the comma."""
     first = [line for line in lines if line.strip()][:1]
     cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}
     return max(SEPARATORS, key=lambda separator: cells[separator])

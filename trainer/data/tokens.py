@@ -1,4 +1,4 @@
-"""Encoding of texts with trained spans of characters as token ids with weights, checked by decoding."""
+"""Encode texts with trained character spans as token ids with weights, and check them by decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from trainer.data.records import Text
 
 Span = tuple[int, int]
 WeightedSpan = tuple[int, int, float]
-# Name in warnings.
-LOST_END = "no token that ends the last answer, so that the model does not learn to stop"
+# Description in warnings.
+LOST_END = "no token that ends the last answer, so the model does not learn to stop"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document, or both of a pair: token ids, their weights in the loss, and the record's missing parts."""
+    """One document, or both of a pair: token ids, their weights in the loss, and the parts of the record lost."""
 
     input_ids: list[int]
     trained: list[float]
@@ -37,9 +37,9 @@ def encode_spans(
     spans: Sequence[Sequence[WeightedSpan]],
     where: Sequence[str],
 ) -> list[Encoded]:
-    """Tokenize whole texts and train the tokens with characters of the spans, with the spans' weights.
+    """Tokenize texts and give tokens with characters in a span the span's weight; add no special tokens.
 
-    No special tokens are added. Raises UserError if the trained tokens do not decode to the spans' text.
+    Raises UserError if the trained tokens do not decode to the spans' text.
     """
     if not texts:
         return []
@@ -62,21 +62,18 @@ def encode_spans(
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
 ) -> list[Encoded]:
-    """Encode prompt and completion as one text, with the model's first and last token; the completion is trained.
+    """Encode prompt and completion as one text, with beginning-of-text and end-of-text token; train the completion.
 
-    The end-of-text token is appended and trained, so that the model learns to stop. `user` or `all` in `train_on`
-    trains the prompt too.
+    The end-of-text token is trained, so that the model learns to stop. `user` or `all` in `train_on` trains the prompt
+    too.
     """
-    whole = [text.prompt + text.completion for text in texts]
-    prompt_too = bool(train_on & {"user", "all"})
-    spans = [
-        [(0 if prompt_too else len(text.prompt), len(joined), 1.0)] if joined else []
-        for text, joined in zip(texts, whole, strict=True)
-    ]
-    first = leading_token(tokenizer)
+    joined = [text.prompt + text.completion for text in texts]
+    starts = [0 if train_on & {"user", "all"} else len(text.prompt) for text in texts]
+    spans = [[(start, len(text), 1.0)] if text else [] for start, text in zip(starts, joined, strict=True)]
+    first = find_leading_token(tokenizer)
     last = tokenizer.eos_token_id
     encoded: list[Encoded] = []
-    for text, body in zip(texts, encode_spans(tokenizer, whole, spans, where), strict=True):
+    for text, body in zip(texts, encode_spans(tokenizer, joined, spans, where), strict=True):
         ids, trained = body.input_ids, body.trained
         if ids and first is not None and ids[0] != first:
             ids, trained = [first, *ids], [0.0, *trained]
@@ -87,25 +84,25 @@ def encode_texts(
 
 
 def _refuse_surrogates(text: str, where: str) -> None:
-    """Raise UserError for half of a character, such as U+D83D alone, which JSON can write and no tokenizer accepts."""
+    """Raise UserError for unpaired surrogates such as U+D83D, which JSON can contain and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half, before = f"\\u{ord(text[error.start]):04x}", text[: error.start][-20:]
-        raise UserError(f"{where}: holds half of a character ({half}, after {before!r}); fix or remove it") from None
+        surrogate, before = f"\\u{ord(text[error.start]):04x}", text[: error.start][-20:]
+        raise UserError(f"{where}: has half a character ({surrogate}, after {before!r}); fix or remove it") from None
 
 
-def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the beginning-of-text token if this tokenizer puts one before plain text, else None."""
+def find_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the beginning-of-text token if the tokenizer puts it before plain text, else None."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id
     return bos if isinstance(bos, int) and first == [bos] else None
 
 
 def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and last+1 character of each token, without gaps.
+    """Return the first and last + 1 character of each token, without gaps.
 
-    Byte-level tokenizers may report a token without its white space, as (5, 5) for a single line break. Tokens still
+    Byte-level tokenizers may report a token without its white space, such as (5, 5) for a line break. Tokens still
     cover the text, so each starts no later than the end of the previous one.
     """
     # Three times as fast as np.asarray.
@@ -121,16 +118,16 @@ def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, w
     def decoded(tokens: list[int]) -> str:
         return "".join(tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False).split())
 
-    wanted, got = "".join(text.split()), decoded(ids)
-    if wanted == got:
+    expected, actual = "".join(text.split()), decoded(ids)
+    if expected == actual:
         return
-    # Tokenizers that change the text (lower case, unknown characters) are compared with their own decoding, and the
-    # first and last token may extend beyond the span, but not lie outside.
+    # Tokenizers that change the text (lower case, unknown characters) are compared with their own decoding. The first
+    # and last token may extend beyond the span, but not lie outside.
     alone = decoded(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    before = got.find(alone)
-    after = len(got) - before - len(alone)
+    before = actual.find(alone)
+    after = len(actual) - before - len(alone)
     if before < 0 or before >= max(1, len(decoded(ids[:1]))) or after >= max(1, len(decoded(ids[-1:]))):
         raise UserError(
-            f"{where}: the trained tokens read {got[:60]!r} and the text is {wanted[:60]!r}; "
-            "this tokenizer's offsets cannot be relied on, use another one with model.tokenizer"
+            f"{where}: the trained tokens decode to {actual[:60]!r}, and the text is {expected[:60]!r}: the "
+            "tokenizer's offsets are wrong; set model.tokenizer to another one"
         )

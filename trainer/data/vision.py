@@ -1,10 +1,11 @@
-"""Images of conversations: the tokens that stand for them in a text, and the inputs of a batch.
+"""Images of conversations: their tokens in a text, and the model inputs of a batch.
 
-A model's own processor (transformers) makes both. Its image tokens carry no loss.
+The model's processor (transformers) computes both. Image tokens carry no loss.
 """
 
 import io
 import random
+import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,29 +20,29 @@ from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
 
 FIRST_FRAME = "an image with several frames, of which only the first is used"
-"""Name in warnings."""
+"""Description in warnings."""
 Edit = tuple[int, int, str]
 Span = tuple[int, int, float]
 Inputs = dict[str, Any]
 TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments of models that have 1 for image tokens."""
+"""Arguments of models that are 1 at image tokens."""
 
 
 class ImageReader:
-    """The processor of a model of text and images, without that of videos; can be pickled for workers."""
+    """The processor of a model of text and images, without its video part; can be pickled for workers."""
 
     def __init__(self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> None:
-        self._made_from = processor_class, image_processor, tokenizer, settings
-        self._processor = _build_processor(*self._made_from)
+        self._arguments = processor_class, image_processor, tokenizer, settings
+        self._processor = _build_processor(*self._arguments)
         self._images = image_processor
         self.token: str = self._processor.image_token
         self.token_ids: list[int] = [each for each in self._processor.image_token_ids if each is not None]
 
     def __reduce__(self) -> Any:
-        return ImageReader, self._made_from
+        return ImageReader, self._arguments
 
     def set_size(self, name: str, pixels: int) -> bool:
-        """Set `min_pixels` or `max_pixels`; return whether the processor has bounds, not a fixed size."""
+        """Set `min_pixels` or `max_pixels`; return False if the processor has a fixed size instead of bounds."""
         bound = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[name]
         size = dict(self._images.size)
         if not (size.get(bound) and hasattr(self._images, "merge_size")):
@@ -52,19 +53,19 @@ class ImageReader:
     @property
     def key(self) -> str:
         """A hash that is equal for processors that produce the same tokens."""
-        settings = f"{type(self._processor).__qualname__}{self._images.to_json_string()}{self._made_from[3]}"
+        settings = f"{type(self._processor).__qualname__}{self._images.to_json_string()}{self._arguments[3]}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
-    def edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
-        """Return for each image its position in a rendered text and its tokens; and whether one is animated.
+    def find_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
+        """Return the position of each image in a rendered text with its tokens, and whether any image is animated.
 
-        Raises UserError for an image that cannot be read, and a text with more or fewer places than images.
+        Raises UserError for an image that cannot be read, and a text with more or fewer placeholders than images.
         """
-        starts = [at for at in range(len(text)) if text.startswith(self.token, at)] if self.token in text else []
+        starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(
-                f"{where}: the text has {self.token} {len(starts)} times for {len(stored)} images; is it written in a "
-                "turn, or does the chat template leave images out? Remove it, or set dataset.chat_template"
+                f"{where}: the text has {self.token} {len(starts)} times for {len(stored)} images; remove it from the "
+                "turns, or set dataset.chat_template to a template that writes images"
             )
         data = [self._read(each, f"{where}, image {number}") for number, each in enumerate(stored, start=1)]
         images = [decode_image(each, name) for each, name in data]
@@ -72,24 +73,24 @@ class ImageReader:
         edits = [(at, at + len(self.token), each) for at, each in zip(starts, texts, strict=True)]
         return edits, any(is_animated(each) for each, _ in data)
 
-    def inputs(self, stored: Sequence[bytes]) -> dict[str, Any]:
-        """Return the model's inputs of images, in order, without its tokens."""
+    def build_inputs(self, stored: Sequence[bytes]) -> dict[str, Any]:
+        """Return the model inputs for images, in order, except token ids."""
         images = [decode_image(*self._read(each, "an image of the data")) for each in stored]
         unused = {*self._processor.unused_input_names, "num_patches"}
         return {name: value for name, value in self._process(images, "a batch")[0].items() if name not in unused}
 
-    def types(self, ids: torch.Tensor) -> torch.Tensor:
+    def mark_image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Return 1 for image tokens, else 0."""
         return torch.isin(ids, torch.tensor(self.token_ids)).long()
 
-    def empty_document(self) -> Sample:
-        """Return a document of a small image of noise, without targets."""
+    def build_dummy(self) -> Sample:
+        """Build a document without targets from a small noise image."""
         from PIL import Image
 
         file = io.BytesIO()
         Image.frombytes("RGB", (32, 32), random.Random(0).randbytes(3 * 32 * 32)).save(file, "PNG")
-        text = self.edits(self.token, [file.getvalue()], "an image of noise")[0][0][2]
-        ids = self._made_from[2](text, add_special_tokens=False)["input_ids"]
+        text = self.find_edits(self.token, [file.getvalue()], "a noise image")[0][0][2]
+        ids = self._arguments[2](text, add_special_tokens=False)["input_ids"]
         return Sample(ids, [False] * len(ids), [len(ids)], images=((file.getvalue(),),))
 
     def _read(self, stored: bytes, where: str) -> tuple[bytes, str]:
@@ -97,41 +98,36 @@ class ImageReader:
         return data, f"{where} ({file})" if file else where
 
     def _process(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
-        """Return the model's inputs for images, with what the texts depend on, and the text of each."""
+        """Return the processor's output for images, and the text that replaces each placeholder."""
         settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
         process = require(self._processor, "_process_images", "transformers")
         try:
-            found: tuple[Any, list[str]] = process(images, **settings)
-            return found
-        except ValueError as error:  # such as an extreme ratio of the sides
-            raise UserError(f"{where}: the model's processor refuses an image ({error}); remove it") from None
+            inputs, texts = process(images, **settings)
+        except ValueError as error:  # for example an extreme aspect ratio
+            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove it") from None
+        return inputs, texts
 
 
 def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> Any:
-    """Return a processor without its parts for videos and sound, which need packages that training does not."""
-
-    def accept(self: Any, name: str, part: Any) -> None:
-        pass
-
-    own = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": accept})
+    """Build a processor without its video and audio parts, which need packages that training does not."""
+    skip_check = {"check_argument_for_proper_class": lambda self, name, part: None}
     parts = dict.fromkeys(processor_class.get_attributes())
     parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
-    return own(**parts, **settings)
+    return type(processor_class.__name__, (processor_class,), skip_check)(**parts, **settings)
 
 
 def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tuple[str, list[Span]]:
-    """Return a text after replacements in order, and its spans without the replaced places."""
-    pieces, kept, last, shift = list[str](), list[Span](), 0, 0
-    bounds = [*edits, (len(text), len(text), "")]
-    for start, end, new in bounds:
+    """Apply replacements in order; return the text, and its spans without the replaced parts."""
+    pieces, remaining, last, shift = list[str](), list[Span](), 0, 0
+    for start, end, new in [*edits, (len(text), len(text), "")]:
         pieces += [text[last:start], new]
         for first, stop, weight in spans:
             low, high = max(first, last), min(stop, start)
             if low < high:
-                kept.append((low + shift, high + shift, weight))
+                remaining.append((low + shift, high + shift, weight))
         shift += len(new) - (end - start)
         last = end
-    return "".join(pieces), sorted(kept)
+    return "".join(pieces), sorted(remaining)
 
 
 @dataclass(frozen=True)
@@ -143,64 +139,64 @@ class PromptImages:
 
     def insert(self, text: str) -> str:
         """Return a rendered prompt with the tokens of the images. Raises UserError if one cannot be read."""
-        return replace_spans(text, [], self.reader.edits(text, self.stored, "the prompt")[0])[0]
+        return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
 
-    def inputs(self, ids: torch.Tensor, taken: Container[str]) -> Inputs:
-        """Return the model's inputs for a prompt's token ids, without these; `taken` has the model's arguments."""
+    def build_inputs(self, ids: torch.Tensor, arguments: Container[str]) -> Inputs:
+        """Return the model inputs in addition to a prompt's token ids, for a model with these `arguments`."""
         if not self.stored:
             return {}
-        types = {name: self.reader.types(ids) for name in TYPE_NAMES if name in taken}
-        return self.reader.inputs(self.stored) | types
+        types = {name: self.reader.mark_image_tokens(ids) for name in TYPE_NAMES if name in arguments}
+        return self.reader.build_inputs(self.stored) | types
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Builder of the image inputs of micro-batches for one model."""
+    """Builds the image inputs of micro-batches for one model."""
 
     reader: ImageReader
     type_name: str | None
-    """Argument of the model that has 1 for image tokens."""
+    """Argument of the model that is 1 at image tokens."""
     window: int
-    """Width of its sliding attention in tokens, if it has `type_name`."""
+    """Width of the sliding attention in tokens, for models with `type_name`."""
     in_all_layers: bool
-    """Whether the tokens of an image see each other in all layers, not only in those of sliding attention."""
+    """Whether the tokens of an image attend to each other in all layers, not only in those with sliding attention."""
     rope: Callable[..., Any] | None
-    """The model's `get_rope_index`, for positions in three dimensions."""
-    empty: Sample | None = None
-    """A document with an empty image for batches without images, if every rank must run the image tower."""
+    """The model's `get_rope_index`, for 3D positions."""
+    dummy: Sample | None = None
+    """A document with a noise image for batches without images, if every rank must run the vision tower."""
     features: FeatureFiles | None = None
-    """What the tower has computed before training, in its place."""
+    """Cached outputs of the vision tower."""
 
     def fill(self, rows: Sequence[Sample]) -> Sequence[Sample]:
-        """Return the rows of a batch, with `empty` if they have no image."""
-        return rows if self.empty is None or any(row.images for row in rows) else [*rows, self.empty]
+        """Append `dummy` to the rows of a batch without images."""
+        return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
 
     def build(self, batch_ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
-        """Return the inputs for the images of rows with the token ids and positions of a micro-batch."""
+        """Return the image inputs of rows with the token ids and positions of a micro-batch."""
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}
         if self.features is None:
-            found = self.reader.inputs(stored)
-            grids = found.get(GRID)
+            inputs = self.reader.build_inputs(stored)
+            grids = inputs.get(GRID)
         else:
             output, grids = self.features.read(stored)
-            found = {"mm_encoder_outputs": {"image": output}}
+            inputs = {"mm_encoder_outputs": {"image": output}}
         if self.type_name is not None and position_ids is not None:
-            found["attention_mask"] = self._masks(self.reader.types(batch_ids), position_ids)
+            inputs["attention_mask"] = self._build_masks(self.reader.mark_image_tokens(batch_ids), position_ids)
         elif self.type_name is not None:
-            found[self.type_name] = self.reader.types(batch_ids)
+            inputs[self.type_name] = self.reader.mark_image_tokens(batch_ids)
         if self.rope is not None:
             assert grids is not None
-            positions = self._positions(batch_ids, position_ids, rows, grids)
+            positions = self._compute_positions(batch_ids, position_ids, rows, grids)
             # transformers finds the documents of a pack by a fourth row.
-            found["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
-        return found
+            inputs["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
+        return inputs
 
-    def _masks(self, types: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return masks [B, 1, L, L] of packs, by layer type: causal in a document, in both directions in an image.
+    def _build_masks(self, types: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return masks [B, 1, L, L] of packs, by layer type: causal in a document, bidirectional in an image.
 
-        In layers with a sliding window, transformers (5.23.0) finds the images of later documents at wrong places.
+        In layers with a sliding window, transformers (5.23.0) misplaces the images of later documents.
         """
         document, is_image = (positions == 0).cumsum(-1), types.bool()
         begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
@@ -213,13 +209,14 @@ class ImageInputs:
         full = both if self.in_all_layers else causal
         return {"full_attention": full[:, None], "sliding_attention": (both & (back < self.window))[:, None]}
 
-    def _positions(
-        self, batch_ids: torch.Tensor, plain: torch.Tensor | None, rows: Sequence[Sample], grids: torch.Tensor
+    def _compute_positions(
+        self, batch_ids: torch.Tensor, text_positions: torch.Tensor | None, rows: Sequence[Sample], grids: torch.Tensor
     ) -> torch.Tensor:
         """Return positions [3, B, L] from 0 in each document; flat batches have all rows in one."""
         assert self.rope is not None
-        usual = torch.arange(batch_ids.shape[1]).expand_as(batch_ids) if plain is None else plain
-        positions, at, seen = usual.repeat(3, 1, 1), 0, 0
+        if text_positions is None:
+            text_positions = torch.arange(batch_ids.shape[1]).expand_as(batch_ids)
+        positions, at, seen = text_positions.repeat(3, 1, 1), 0, 0
         is_flat = len(rows) > len(batch_ids)
         for number, row in enumerate(rows):
             at = at if is_flat else 0
@@ -228,7 +225,8 @@ class ImageInputs:
                 if count:
                     ids = torch.tensor([document.input_ids])
                     grid = grids[seen : seen + count]
-                    found = self.rope(ids, mm_token_type_ids=self.reader.types(ids), image_grid_thw=grid)[0]
-                    positions[:, 0 if is_flat else number, at:end] = found[:, 0]
+                    types = self.reader.mark_image_tokens(ids)
+                    rope_positions = self.rope(ids, mm_token_type_ids=types, image_grid_thw=grid)[0]
+                    positions[:, 0 if is_flat else number, at:end] = rope_positions[:, 0]
                 at, seen = end, seen + count
         return positions

@@ -9,7 +9,7 @@ from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import find_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.records import Turns
-from trainer.data.tokens import leading_token
+from trainer.data.tokens import find_leading_token
 from trainer.data.vision import PromptImages
 from trainer.model.base import context_length
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
@@ -61,7 +61,7 @@ def encode_prompt(
 ) -> torch.Tensor:
     """Return the token ids [1, T] of a prompt, formatted as in training up to the start of the answer.
 
-    `text_format` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
+    `text_format` formats plain-text prompts (see records.find_prompt_form). Without it, and for lists of turns, the
     prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
     if isinstance(prompt, Turns):
@@ -71,7 +71,7 @@ def encode_prompt(
         rendered, first_token = render_prompt(tokenizer, section, turns), None
     else:
         system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
-        rendered, first_token = text_format.format(system=system, prompt=prompt), leading_token(tokenizer)
+        rendered, first_token = text_format.format(system=system, prompt=prompt), find_leading_token(tokenizer)
     rendered = images.insert(rendered) if images is not None else rendered
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:

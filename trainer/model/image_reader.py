@@ -119,7 +119,7 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
     if rope is not None or (is_gemma_4 and text.use_bidirectional_attention != "vision"):
         name = None
     window = getattr(text, "sliding_window", None) or sys.maxsize
-    empty = reader.empty_document() if every_rank else None
+    empty = reader.build_dummy() if every_rank else None
     return ImageInputs(reader, name, window, not is_gemma_4, rope, empty)
 
 
@@ -138,11 +138,11 @@ def cache_features(
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:
-        arguments = inputs.reader.inputs([image])
+        arguments = inputs.reader.build_inputs([image])
         moved = {name: value.to(device) for name, value in arguments.items() if name in accepted}
         return inner.get_image_features(**moved, return_dict=True), arguments.get(GRID)
 
-    [[noise]] = inputs.reader.empty_document().images
+    [[noise]] = inputs.reader.build_dummy().images
     state = compute(noise)[0].pooler_output
     state = state if isinstance(state, torch.Tensor) else torch.cat(list(state))
     digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
@@ -164,4 +164,4 @@ def cache_features(
             say(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))
     say(f"image features: {computed:,} computed, in {files.folder}")
-    return replace(inputs, features=files, empty=None)
+    return replace(inputs, features=files, dummy=None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import StaticShape, pad_to_shape, shape_of, sizes_of
+from trainer.data.static_shapes import StaticShape, choose_shape, measure_sizes, pad_to_shape
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
 from trainer.patches.loss_head import TokenLoss
@@ -144,7 +144,7 @@ class GraphedLoss:
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
-        self._sizes.append(sizes_of(batch))
+        self._sizes.append(measure_sizes(batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
             return self._loss(model, batch, device)
         torch.cuda.synchronize(device)
@@ -167,7 +167,7 @@ class GraphedLoss:
             return None
         if batch.weights is not None or batch.images:
             return None
-        shape = shape_of(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
+        shape = choose_shape(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
         fitting = [other for other in self._captures if other.holds(shape)]
         if fitting:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]

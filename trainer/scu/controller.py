@@ -6,8 +6,8 @@ Optimizer step t:
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
-Nothing waits for the device except the check, every `scu.check_every` steps, that lambda is bitwise equal on all ranks.
-Evaluation does not use it. A fault raises ScuFault on every rank; training never falls back to the plain loss.
+The only wait for the device is the check, every `scu.check_every` steps, that lambda is bitwise equal on all ranks.
+Evaluation does not use the penalty. A fault raises ScuFault on every rank; training never continues without it.
 """
 
 import json
@@ -31,38 +31,38 @@ from trainer.scu.law_settings import adapt_state, build_information, build_law
 
 MIB = 2**20
 MEMORIZED_BPT = 1e-3
-"""DataBPT below which nothing is left to learn: runs that overfit end at 0.002 (docs/lab/scu.md)."""
+"""DataBPT of a memorized text: runs that overfit end at 0.002 (docs/lab/scu.md)."""
 
 
 class ScuFault(RuntimeError):
-    """A non-finite measurement, or ranks that disagree about lambda."""
+    """A measurement was not finite, or ranks have different lambdas."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A measurement being copied to the host.
+    """A measurement that is being copied to the host.
 
-    In fp64: the loss sum (nats), target tokens, Q or the sum of KL (nats), and whether the step counts.
+    `sums` in fp64: loss sum (nats), target tokens, Q or the sum of KL (nats), and whether the step was applied.
     """
 
     step: int
     sums: Tensor
-    arrived: torch.cuda.Event | None
+    copied: torch.cuda.Event | None
     memory_mb: float
 
     def wait(self) -> list[float]:
-        """Return the numbers; this rarely waits, since the copy was started a step ago."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        """Return the numbers; this rarely waits, since the copy was started one step ago."""
+        if self.copied is not None:
+            self.copied.synchronize()
         return [float(number) for number in self.sums.tolist()]
 
 
 class Steering:
     """The Shannon Control Unit of one run.
 
-    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it), `total_steps` the planned
-    optimizer steps, `base_parameters` the size of the base model, used by `scu.target: auto`. `divergence` measures K
-    for `scu.measure: kl`. Raises UserError for settings that cannot work.
+    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it); `total_steps` the planned
+    optimizer steps; `base_parameters` the size of the base model, for `scu.target: auto`. `divergence` measures K for
+    `scu.measure: kl`. Raises UserError for invalid settings.
     """
 
     def __init__(
@@ -104,8 +104,7 @@ class Steering:
     ) -> list[str]:
         """Check before the first step that S can reach the target; return warnings. A collective call.
 
-        Raises UserError with the reachable range; for a run that `resumes`, which may have few steps left, that is a
-        warning.
+        Raises UserError with the reachable range, or only warns if the run `resumes` and may have few steps left.
 
         `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: of A,
         for all remaining optimizer steps; `b_ratio`: B's over A's (LoRA+). AdamW moves an element by at most about the
@@ -123,18 +122,16 @@ class Steering:
         high = scu.s_ratio(MEMORIZED_BPT, bits_high)
         warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
         if not low <= target <= high:
-            line = (
+            problem = (
                 f"scu.target={target:g}: out of reach; S is {now:.3g} now, and these learning rates keep it within "
-                f"[{low:.3g}, {high:.3g}], from the current loss to a memorized text; choose a target in that range, "
-                f"or change scu.sigma={self.section.sigma:g}"
+                f"[{low:.3g}, {high:.3g}]; set a target in this range, or change scu.sigma={self.section.sigma:g}"
             )
             if not resumes:
-                raise UserError(line)
-            warnings.append(line)
+                raise UserError(problem)
+            warnings.append(problem)
         if now > target + self.law.deadband and self.section.measure == "factors":
-            warnings.append(
-                f"scu.target={target:g}: S starts at {now:.3g}, mostly the random start of A; delta would start at 0"
-            )
+            problem = f"S starts at {now:.3g}, mostly from the random initialization of A"
+            warnings.append(f"scu.target={target:g}: {problem}; with scu.measure: delta it starts at 0")
         return warnings
 
     def penalty(self, step: int) -> Tensor:
@@ -156,9 +153,9 @@ class Steering:
         return squares * (self.lambda_ * self.information.nats_per_square)
 
     def measured_local(self) -> Tensor:
-        """Return this rank's addend to Q, or to the sum of KL: fp64 on the device, to be summed over the ranks."""
+        """Return this rank's term of Q, or of the sum of KL: fp64 on the device, to be summed over the ranks."""
         if self._measured is None:
-            raise ScuFault("scu: measured_local() without penalty() in this step")
+            raise ScuFault("scu: measured_local() was called before penalty() in this step")
         return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
 
     def observe(
@@ -177,26 +174,24 @@ class Steering:
             self._check_ranks_agree(step)
         if step % self.section.every:
             return  # no control step
-        device = measured_global.device
         measured = measured_global.detach().double()
-        tokens = target_tokens_global
-        # Fill numbers in on the device; a copy from the host would synchronize.
-        count, done = (
+        device = measured.device
+        # Create numbers on the device: a copy from the host would synchronize.
+        tokens, counts = (
             value.to(device, torch.float64) if isinstance(value, Tensor) else measured.new_full((), float(value))
-            for value in (tokens, applied)
+            for value in (target_tokens_global, applied)
         )
-        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), count, measured, done])
-        arrived = None
+        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), tokens, measured, counts])
+        copied, memory_mb = None, 0.0
         if device.type == "cuda":
-            host = torch.empty(4, dtype=torch.float64, pin_memory=True)
-            sums = host.copy_(sums, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        memory = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0.0
-        self._pending = _Pending(step, sums, arrived, memory)
+            sums = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            memory_mb = torch.cuda.memory_allocated(device) / MIB
+        self._pending = _Pending(step, sums, copied, memory_mb)
 
     def settle(self) -> None:
-        """Apply the pending measurement, if any, to lambda. `penalty` calls it; earlier calls give the same lambda."""
+        """Apply the pending measurement, if any, to lambda. Called by `penalty`; an earlier call is equivalent."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -204,21 +199,21 @@ class Steering:
         if not counts or tokens == 0:
             return  # a skipped step, or one without target tokens
         if not math.isfinite(loss_sum) or not math.isfinite(measured) or loss_sum < 0:
-            what = "adapter" if self.divergence is None else "divergence from the base"
+            measure = "adapter" if self.divergence is None else "divergence from the base"
             raise ScuFault(
-                f"scu: step {pending.step} measured a loss sum of {loss_sum} nats over {tokens:g} target tokens and "
-                f"{measured} for the {what}; check the loss of that step, or lower training.learning_rate"
+                f"scu: step {pending.step} has a loss sum of {loss_sum} nats over {tokens:g} target tokens, and "
+                f"{measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
             )
         lambda_, data = self.lambda_, data_bpt(loss_sum, tokens)
         if self.divergence is not None:
             bits = self.divergence.bits(pending.step, measured)
             self.state = scu.advance(self.law, self.state, bits)
-            found = {"kl_bits": bits, "kl_smoothed": self.state.smoothed}
+            measures = {"kl_bits": bits, "kl_smoothed": self.state.smoothed}
         else:
             assert self.information is not None
             bits = self.information.bits(measured)
             self.state = scu.advance(self.law, self.state, scu.s_ratio(data, bits))
-            found = {"param_bpt": bits, "s_ratio": self.state.measured, "s_smoothed": self.state.smoothed}
+            measures = {"param_bpt": bits, "s_ratio": self.state.measured, "s_smoothed": self.state.smoothed}
         ce_loss, reg_loss = loss_sum / tokens, lambda_ * math.log(2.0) * bits
         self.records.append(
             {
@@ -227,7 +222,7 @@ class Steering:
                 "reg_loss": reg_loss,
                 "total_loss": ce_loss + reg_loss,
                 "data_bpt": data,
-                **found,
+                **measures,
                 "lambda": lambda_,
                 "integral_term": self.state.integral,
                 "error": self.state.error,
@@ -242,28 +237,23 @@ class Steering:
             values["scu/target"] = self.law.target
         if self.records:
             last = self.records[-1]
-            shown = ("s_ratio", "s_smoothed", "param_bpt", "kl_bits", "kl_smoothed", "data_bpt", "error")
-            values |= {f"scu/{name}": last[name] for name in shown if name in last}
+            names = ("s_ratio", "s_smoothed", "param_bpt", "kl_bits", "kl_smoothed", "data_bpt", "error")
+            values |= {f"scu/{name}": last[name] for name in names if name in last}
             if self.law.form == "published":
                 values["scu/integral"] = last["integral_term"]
         return values
 
     def state_dict(self) -> dict[str, Any]:
         """Return the controller and the pending measurement as plain numbers."""
-        pending = None
-        if self._pending is not None:
-            pending = {
-                "step": self._pending.step,
-                "sums": self._pending.wait(),
-                "memory_mb": self._pending.memory_mb,
-            }
+        pending = self._pending and {
+            "step": self._pending.step,
+            "sums": self._pending.wait(),
+            "memory_mb": self._pending.memory_mb,
+        }
         return {"controller": asdict(self.state), "pending": pending}
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
-        """Continue after optimizer step `step`, with the records that the run has written into `run_dir`.
-
-        Returns notes about changed settings.
-        """
+        """Continue after optimizer step `step`, with the records in `run_dir`; return notes on changed settings."""
         self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
         pending = values["pending"]
         self._pending = pending and _Pending(
@@ -278,11 +268,8 @@ class Steering:
 
     def write_files(self, run_dir: Path) -> None:
         """Write scu_config.json, scu_metrics.json and scu_history.json; on rank 0, after a final `settle`."""
-        config = self.section.model_dump(mode="json") | {
-            "target": self.law.target,
-            "tokens": self.tokens,
-            "total_updates": self.law.total_updates,
-        }
+        config = self.section.model_dump(mode="json") | {"target": self.law.target, "tokens": self.tokens}
+        config["total_updates"] = self.law.total_updates
         if self.fitted is not None:
             config["fitted"] = self.fitted
         if self.law.form == "published":
@@ -308,13 +295,13 @@ class Steering:
             return
         assert self._measured is not None, "observe() before penalty()"
         smoothed = math.nan if self.state.smoothed is None else self.state.smoothed
-        mine = torch.tensor([self.lambda_, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
-        mine = mine.to(self._measured.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        bits = torch.stack(everyone).cpu()
+        local = torch.tensor([self.lambda_, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
+        local = local.to(self._measured.device)
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+        bits = torch.stack(gathered).cpu()
         different = [rank for rank, row in enumerate(bits) if not torch.equal(row, bits[0])]
         if different:
             lambdas = bits.view(torch.float64)[:, 0].tolist()
-            listed = ", ".join(f"rank {rank} {lambdas[rank]!r}" for rank in [0, *different])
-            raise ScuFault(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {listed}")
+            values = ", ".join(f"rank {rank} {lambdas[rank]!r}" for rank in [0, *different])
+            raise ScuFault(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {values}")

@@ -2,8 +2,8 @@
 
     penalty = lambda K, in nats per token like the loss; without sigma and N
 
-A step's reference documents depend on its number alone, and are thus the same after resuming. Each rank takes its own
-rows and can compute the token count of all ranks without communication.
+The reference documents of a step depend only on its number, so they are the same after resuming. Each rank takes its
+rows, and computes the token count of all ranks without communication.
 """
 
 import math
@@ -23,7 +23,7 @@ from trainer.patches.loss_head import TokenLoss, to_device
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Documents in an order drawn from `seed`, reshuffled for each pass; `rows` of them per rank and step."""
+    """Reference documents, shuffled with `seed` in each pass; every rank takes `rows` of them per step."""
 
     documents: Sequence[Sample]
     rows: int
@@ -35,7 +35,7 @@ class Reference:
     flat: bool
 
     def select(self, step: int) -> list[int]:
-        """Return the indices of this rank's documents in optimizer step `step` (from 1)."""
+        """Return the indices of this rank's documents in optimizer step `step` (1-based)."""
         return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
     def batch(self, documents: Sequence[int]) -> MicroBatch:
@@ -58,7 +58,7 @@ class Reference:
 def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:
     """Return the base's last hidden states of all documents, on the host, [T - 1, H] each; a collective call.
 
-    None if the loss is not computed in chunks from such states.
+    Return None if the loss is not computed in chunks from such states.
     """
     model, states = engine.module, list[Tensor]()
     was_training = model.training
@@ -68,9 +68,9 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
         batch = reference.batch(chosen)
         if not token_loss.in_chunks(batch, engine.device):
             break
-        found = token_loss.compute_base_states(engine, batch, engine.device)
+        hidden = token_loss.compute_base_states(engine, batch, engine.device)
         lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
-        states += (part.clone() for part in found.cpu().split(lengths))
+        states += (part.clone() for part in hidden.cpu().split(lengths))
     model.train(was_training)
     return states or None
 
@@ -86,15 +86,15 @@ class Divergence:
         *,
         base_states: list[Tensor] | None = None,
     ) -> None:
-        """With `base_states` steps need no forward pass of the base."""
+        """With `base_states`, steps need no forward pass of the base."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
         self.held_out: Divergence | None = None
-        """K on texts that are in no step, for scu.scale_to_target."""
+        """K on texts that no step uses, for scu.scale_to_target."""
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
-        """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
+        """Return lambda K in nats per token; the penalty is its mean over the ranks. A collective call.
 
         While lambda is 0, K is measured without a gradient.
         """
@@ -112,7 +112,7 @@ class Divergence:
         return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
 
     def measure_all(self) -> float:
-        """Return K on all documents in bits per token, a few twice if ranks cannot share them; a collective call."""
+        """Return K on all documents in bits per token, counting a few twice to fill all ranks; a collective call."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
         for step in range(1, count + 1):

@@ -8,8 +8,8 @@
 Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
 MoE models: each expert counts as a separate layer.
 DoRA: w is the update s B A of the direction before normalization; magnitudes (one number per output) are not counted,
-since they start at the norms of the base weight, which are no information of the adapter.
-QLoRA: the same; the 4-bit base does not enter.
+since they start at the norms of the base weight, which is not information in the adapter.
+QLoRA: the same; the 4-bit base is not counted.
 """
 
 import math
@@ -36,7 +36,7 @@ from trainer.parallel.engine.partitioned import (
 Measure = Literal["delta", "factors"]
 # An nn.Parameter that ZeRO-3 may have partitioned (trainer/parallel/engine/partitioned.py).
 Partitionable = Any
-# Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
+# Layers are batched up to this number of elements: few launches, and 64 MiB of working memory in fp32.
 CHUNK_ELEMENTS = 2**24
 GRAM_PIECES = 16
 
@@ -53,7 +53,7 @@ class AdapterPair:
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
     """Return all active LoRA pairs, or those of the selected adapter, in module order.
 
-    Raises UserError if there is none, or one is not a matrix.
+    Raises UserError if there are no pairs, or a factor is not a matrix.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -99,7 +99,7 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """`flat` holds the pairs in one buffer, which is read and differentiated without a copy."""
+        """If `flat` holds the pairs in one buffer, it is read and differentiated without a copy."""
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_chunks(pairs, flat))
@@ -107,9 +107,9 @@ class AdapterInformation:
     def squares(self) -> Tensor:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
-        Under ZeRO-3 with `factors` it covers this rank's shards, times the number of ranks; otherwise the full adapter,
-        on every rank. A collective call (`delta` gathers partitioned parameters), to be made between a forward and its
-        backward, where autograd sees each parameter's full shape instead of the (0,) it has while partitioned.
+        Under ZeRO-3 with `factors`, it covers this rank's shards times the number of ranks; otherwise the full adapter,
+        on every rank. A collective call (`delta` gathers partitioned parameters) between a forward and its backward
+        pass, where autograd has each parameter's full shape instead of (0,), as while partitioned.
         """
         compute = _delta if self.measure == "delta" else _factors
         with torch.no_grad():
@@ -121,8 +121,11 @@ class AdapterInformation:
             for gradient in pair
         ]
         leaves = [chunk.leaves() for chunk in self.chunks]
-        flat = [chunk.flat is not None for chunk in self.chunks]
-        counts = [(whole, len(side)) for whole, sides in zip(flat, leaves, strict=True) for side in sides]
+        counts = [
+            (chunk.flat is not None, len(side))
+            for chunk, sides in zip(self.chunks, leaves, strict=True)
+            for side in sides
+        ]
         tensors = [tensor for sides in leaves for side in sides for tensor in side]
         return cast(Tensor, _WithGradient.apply(value, gradients, counts, *tensors))
 
@@ -134,8 +137,8 @@ class AdapterInformation:
     def reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
         """Return bounds of Q if no element of A (B) moves by more than reach_a (reach_b), the sum of learning rates.
 
-        factors: (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), with a norm that is added to and subtracted from the current one.
+        factors: from (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|); the norm of this is added to and subtracted from the current norm.
         """
         low = high = 0.0
         for chunk in self.chunks:
@@ -206,8 +209,8 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
             part = group[start : start + size]
             scales = [pair.scale for pair in part for _ in range(a_shape[:-2].numel())]
             scale_N11 = torch.tensor(scales, dtype=wide, device=device).view(-1, 1, 1)
-            place = _find_flat_position(flat, part) if flat is not None else {}
-            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **place)
+            position = _find_flat_position(flat, part) if flat is not None else {}
+            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **position)
 
 
 def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
@@ -220,13 +223,13 @@ def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str,
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value with precomputed gradients, so that ZeRO-3 may partition A and B again at any time."""
+    """A value with precomputed gradients, so that ZeRO-3 may repartition A and B at any time."""
 
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Keep the gradients; `counts`: for each, whether it belongs to a single tensor, and the number of tensors."""
+        """Save the gradients; `counts`: for each, whether its tensors are stacked to one, and their number."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -236,11 +239,11 @@ class _WithGradient(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         outputs: list[Tensor | None] = [None, None, None]
-        for stacked, (whole, count) in zip(ctx.saved_tensors, ctx.counts, strict=True):
+        for stacked, (is_stacked, count) in zip(ctx.saved_tensors, ctx.counts, strict=True):
             if count:
                 # grad_output includes fp16's loss scale: multiply before narrowing, or small gradients underflow.
                 gradient = (stacked * grad_output).to(ctx.dtypes[len(outputs) - 3])
-                outputs.extend([gradient] if whole else gradient.unbind())
+                outputs.extend([gradient] if is_stacked else gradient.unbind())
         return tuple(outputs)
 
 
@@ -258,7 +261,7 @@ def _matrices(stacked: Tensor) -> Tensor:
 
 
 def _gram(b_NOR: Tensor) -> Tensor:
-    """Compute B^T B per layer, split along O since a GPU computes a small product in a single block."""
+    """Compute B^T B per layer, split along O, since a GPU computes a small product in a single thread block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
     parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)
@@ -284,10 +287,10 @@ def _partitions(parameter: Partitionable) -> int:
 
 
 def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
-    """Return the unpartitioned parameters, by a single all-gather of the shards.
+    """Return the unpartitioned parameters, with a single all-gather of the shards.
 
-    deepspeed.zero.GatheredParameters frees parameters on exit, which confuses the prefetching of the current step;
-    reading the shards does not change any parameter's state.
+    deepspeed.zero.GatheredParameters frees parameters on exit, which breaks the prefetching of the current step;
+    reading the shards does not change the state of any parameter.
     """
     partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
     gathered: dict[int, Tensor] = {}

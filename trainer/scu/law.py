@@ -1,4 +1,4 @@
-"""The control law of the Shannon Control Unit: a pure state machine that moves lambda, the factor of its penalty.
+"""The control law of the Shannon Control Unit: a pure state machine that adjusts lambda, the factor of the penalty.
 
 The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence of adapter and base in bits per token.
 
@@ -26,7 +26,7 @@ from typing import Literal
 Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
-"""Bound of the error that Ki integrates, so that neither noise nor a distant target moves lambda faster."""
+"""Bound of the error that Ki integrates, so that noise or a distant target cannot move lambda faster."""
 BELOW_TARGET_FACTORS = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
 """Factors of Kp and Ki while M is below the target. `kl` lowers lambda faster than it raises it: once the text is
 learned and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
@@ -36,7 +36,7 @@ SLOPE = {"logit": 3.0, "kl": 2.0}
 LAG_STEPS = 20.0
 """Lag of the weights behind lambda in optimizer steps, as a first-order lag (docs/lab/scu.md)."""
 SMALL_ERROR = 0.05
-"""Step-to-step noise of the smoothed error: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
+"""Noise of the smoothed error between steps: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
 """Lags of the weights, and fraction of the run, after which S has settled under a constant lambda."""
 TINY = 1e-12
@@ -45,7 +45,7 @@ GRANITE_GAINS = (0.6, 0.1)
 
 @dataclass(frozen=True)
 class Law:
-    """Parameters of the controller; `total_updates` is how long linear and cosine take to reach lambda_max."""
+    """Parameters of the controller; linear and cosine reach lambda_max after `total_updates`."""
 
     target: float
     controller: Controller = "pi"
@@ -64,13 +64,13 @@ class Law:
     """Optimizer steps between updates."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for gains with which lambda oscillates; the settings check everything else."""
+        """Raise ValueError for gains that make lambda oscillate; the settings check everything else."""
         if self.controller == "pi" and self.form != "published":
             _check_gains(self)
 
     @property
     def patience(self) -> float:
-        """Updates for which `logit` waits for S to reach the target; `kl` waits indefinitely."""
+        """Number of updates for which `logit` waits for S to reach the target; `kl` waits indefinitely."""
         if self.form == "kl":
             return math.inf
         return max(PATIENCE_LAGS * LAG_STEPS / self.every, PATIENCE_FRACTION * self.total_updates)
@@ -78,7 +78,7 @@ class Law:
 
 @dataclass(frozen=True)
 class State:
-    """The controller's state, which a checkpoint holds in addition to a pending measurement."""
+    """The state of the controller, part of a checkpoint."""
 
     lambda_: float
     integral: float = 0.0
@@ -92,7 +92,7 @@ class State:
 
 
 def initial(law: Law) -> State:
-    """Return the state before the first measurement; the controller `none` only measures and keeps lambda at 0."""
+    """Return the state before the first measurement; the controller `none` keeps lambda at 0."""
     waits = law.controller == "pi" and law.form != "published"
     is_off = law.controller == "none" or (waits and law.form == "kl")
     return State(lambda_=0.0 if is_off else law.lambda_start, started=not waits)
@@ -104,21 +104,21 @@ def advance(law: Law, state: State, measured: float) -> State:
     Raises ValueError for any other number, since continuing would hide a broken run.
     """
     if law.form == "kl" and not 0.0 <= measured < math.inf:
-        raise ValueError(f"K={measured}: a divergence is positive; the logits of adapter or base are not finite")
+        raise ValueError(f"K={measured}: must be finite and not negative; the logits of adapter or base are not finite")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:
-        raise ValueError(f"S={measured}: a fraction must be in [0, 1]; the loss or the adapter is not finite")
+        raise ValueError(f"S={measured}: must be in [0, 1]; the loss or the adapter is not finite")
     state = replace(state, measured=measured, updates=state.updates + 1)
     if law.form != "published" and law.controller == "pi":
-        return _proportional_integral(law, state, measured)
+        return _advance_pi(law, state, measured)
     smoothed = measured if state.smoothed is None else law.ema * measured + (1.0 - law.ema) * state.smoothed
     error = smoothed - law.target
     state = replace(state, smoothed=smoothed, error=error)
     if law.controller == "pi":
-        return _published(law, state, error)
-    return replace(state, lambda_=_scheduled(law, state.updates))
+        return _advance_published(law, state, error)
+    return replace(state, lambda_=_scheduled_lambda(law, state.updates))
 
 
-def _proportional_integral(law: Law, state: State, measured: float) -> State:
+def _advance_pi(law: Law, state: State, measured: float) -> State:
     if not state.started:
         error = _level(law, measured) - _level(law, law.target)
         begins = measured >= law.target or state.updates >= law.patience
@@ -140,13 +140,13 @@ def _proportional(law: Law, error: float) -> float:
     return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
 
 
-def _published(law: Law, state: State, error: float) -> State:
+def _advance_published(law: Law, state: State, error: float) -> State:
     integral = law.leak * state.integral
     if abs(error) <= law.deadband:
         return replace(state, integral=integral)
-    # Anti-windup: at a bound, an integral that still grew outwards would have to unwind before lambda could return.
-    pushes_out = (state.lambda_ >= law.lambda_max and error > 0) or (state.lambda_ <= law.lambda_min and error < 0)
-    if not pushes_out:
+    # Anti-windup: an integral that grew while lambda is at a bound would have to unwind before lambda could return.
+    is_at_bound = (state.lambda_ >= law.lambda_max and error > 0) or (state.lambda_ <= law.lambda_min and error < 0)
+    if not is_at_bound:
         integral = _clip(integral + law.ki * error, -law.integral_bound, law.integral_bound)
     factor = _exp(law.kp * error + integral)
     return replace(state, integral=integral, lambda_=_clip(state.lambda_ * factor, law.lambda_min, law.lambda_max))
@@ -165,11 +165,11 @@ def _measure_from_level(law: Law, level: float) -> float:
 
 
 def _exp(value: float) -> float:
-    # exp overflows a double beyond 709; 700 already saturates any lambda.
+    # A double overflows beyond exp(709); exp(700) already saturates any lambda.
     return math.exp(_clip(value, -700.0, 700.0))
 
 
-def _scheduled(law: Law, updates: int) -> float:
+def _scheduled_lambda(law: Law, updates: int) -> float:
     progress = min(updates / law.total_updates, 1.0)
     span = law.lambda_max - law.lambda_start
     match law.controller:
@@ -196,7 +196,7 @@ def s_ratio(data_bpt: float, param_bpt: float) -> float:
 def steepest_slope(target: float) -> float:
     """Return the largest |dS / d ln lambda| at S = target for a quadratic penalty: 2 S (1 - S).
 
-    S moves by S (1 - S) per unit of ln ParamBPT; under a quadratic penalty a weight falls at most as 1 / lambda.
+    dS / d ln ParamBPT is S (1 - S), and under a quadratic penalty a weight falls at most as 1 / lambda.
     """
     return 2.0 * target * (1.0 - target)
 
@@ -234,30 +234,28 @@ def is_stable(law: Law, slope: float) -> bool:
 
 
 def _check_gains(law: Law) -> None:
-    """Raise ValueError for gains with which lambda does not settle, above or below the target."""
+    """Raise ValueError for gains that keep lambda from settling, above or below the target."""
     below_kp, below_ki = BELOW_TARGET_FACTORS[law.form]
     largest_kp = 1.0 / (SMALL_ERROR * below_kp)
     if law.ki == 0.0:
-        raise ValueError(f"ki={law.ki:g}: without it lambda follows the error but never removes it; use auto")
+        raise ValueError(f"ki={law.ki:g}: lambda would never remove the error; use auto")
     if law.kp > largest_kp:
         raise ValueError(
-            f"kp={law.kp:g}: an error of {SMALL_ERROR:g}, which is noise, multiplies lambda by "
+            f"kp={law.kp:g}: noise of {SMALL_ERROR:g} in the error multiplies lambda by "
             f"{math.exp(min(law.kp / largest_kp, 100.0)):.3g}; use 0.5, or at most {largest_kp:g}"
         )
     above = replace(law, controller="fixed")
     below = replace(above, kp=below_kp * law.kp, ki=below_ki * law.ki)
     if not (is_stable(above, SLOPE[law.form]) and is_stable(below, SLOPE[law.form])):
-        raise ValueError(
-            f"ki={law.ki:g}: with scu.kp={law.kp:g} and scu.ema={law.ema:g} lambda oscillates ever wider; use auto for "
-            "both gains"
-        )
+        problem = f"with scu.kp={law.kp:g} and scu.ema={law.ema:g} the oscillation of lambda grows"
+        raise ValueError(f"ki={law.ki:g}: {problem}; use auto for both gains")
 
 
 def gain_warning(law: Law) -> str | None:
-    """Return a warning if the published law's gains make lambda oscillate, else None; other laws refuse such gains.
+    """Return a warning if the published law's gains make lambda oscillate, else None; other laws reject such gains.
 
-    The gains of the published Granite recipe give no warning: they are the defaults of `zerolora scu-train`, and
-    docs/lab/scu.md shows how far lambda oscillates with them.
+    The published Granite gains give no warning: they are the defaults of `zerolora scu-train`, and docs/lab/scu.md
+    shows how far lambda oscillates with them.
     """
     if law.controller != "pi" or law.form != "published" or (law.kp, law.ki) == GRANITE_GAINS:
         return None

@@ -1,4 +1,4 @@
-"""Control law and measure from the settings of section `scu`, also for a checkpoint with other settings."""
+"""Build control law and measure from the section `scu`, and adapt the state of a checkpoint to changed settings."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
 AUTO_TARGET_BITS = 0.05
 """Target of K, bits per token."""
-OWN = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda_start", "lambda_min", "lambda_max")
-"""Settings that are parameters of the law."""
+LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda_start", "lambda_min", "lambda_max")
+"""Settings that are fields of the law."""
 
 
 def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
     """Build the measure of the adapter's information. Raises UserError if N is not known."""
     if not tokens:
-        raise UserError("scu.tokens: the target tokens of one epoch are not known; set their number")
+        raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set it")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
     return AdapterInformation(
         find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=find_flat_adapter(model)
@@ -30,23 +30,22 @@ def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
     """Adapt a checkpoint's state to a law with changed bounds or controller; return it with notes."""
     if law.controller not in ("pi", "fixed"):
         return state, []
-    if state.lambda_ == 0.0 and state.started:  # of the controller `none`
+    if state.lambda_ == 0.0 and state.started:  # saved by the controller `none`
         fresh = scu.initial(law)
         return fresh, [f"scu.controller={law.controller}: was none; lambda begins at {fresh.lambda_:g}"]
     if law.controller == "fixed":
-        within = law.lambda_start
+        lambda_ = law.lambda_start
     else:
-        # Inside the deadband lambda would never move back into its bounds.
-        within = min(max(state.lambda_, law.lambda_min), law.lambda_max) if state.lambda_ else 0.0
-    if within == state.lambda_:
+        # Inside the deadband, lambda would never move back into its bounds.
+        lambda_ = min(max(state.lambda_, law.lambda_min), law.lambda_max) if state.lambda_ else 0.0
+    if lambda_ == state.lambda_:
         return state, []
-    return replace(state, lambda_=within), [
-        f"scu: lambda was {state.lambda_:g} in the checkpoint and is {within:g} now"
-    ]
+    note = f"scu: lambda was {state.lambda_:g} in the checkpoint and is {lambda_:g} now"
+    return replace(state, lambda_=lambda_), [note]
 
 
 def build_law(section: ScuSection, *, total_steps: int, base_parameters: int) -> scu.Law:
-    """Build the law from the settings. Raises UserError if it is meaningless or unstable."""
+    """Build the law from the settings. Raises UserError if it is unstable."""
     target = section.target
     form: scu.Form = "kl" if section.measure == "kl" else section.law
     if target == "auto":
@@ -59,7 +58,7 @@ def build_law(section: ScuSection, *, total_steps: int, base_parameters: int) ->
             form=form,
             total_updates=max(1, total_steps // section.every),
             every=section.every,
-            **{name: float(getattr(section, name)) for name in OWN},
+            **{name: float(getattr(section, name)) for name in LAW_SETTINGS},
         )
     except ValueError as error:
         raise UserError(f"scu.{error}") from None

@@ -1,4 +1,4 @@
-"""Start the Shannon Control Unit of a run, with the reference texts of `kl`, and scale the adapter after training."""
+"""Start the Shannon Control Unit of a run, with reference texts for `kl`, and scale the adapter after training."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from trainer.scu.controller import Steering
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 MAX_AUTO_CACHE_BYTES = 2**30
-MIN_TEXTS, MAX_GROUPS, NEIGHBOURS = 64, 8, 8
+MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 
 
 def start_steering(
@@ -31,10 +31,10 @@ def start_steering(
 ) -> tuple[Steering, list[str]]:  # fmt: skip
     """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
 
-    `flat`: whether packs are a single row of all their documents. `restored` is the controller's state in the
-    checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for settings that cannot work.
+    `flat`: whether packs are a single row of documents. `restored` is the controller's state in the checkpoint, and
+    `run_dir` has its records of earlier steps. Raises UserError for invalid settings.
     """
-    assert isinstance(loss, TokenLoss), "only language models are steered"
+    assert isinstance(loss, TokenLoss), "the SCU is only for language models"
     divergence = None
     if config.scu.measure == "kl":
         divergence = build_divergence(config, prepared, ranks, engine, loss, flat, total_steps, say)
@@ -63,12 +63,12 @@ def build_divergence(
     config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
     total_steps: int, say: Callable[[str], None],
 ) -> Divergence:  # fmt: skip
-    """Build the measurement of K on the texts of scu.reference; a collective call."""
+    """Build the measurement of K on the texts in scu.reference; a collective call."""
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
-    numbers, fits = range(len(prepared.reference)), scu.controller == "pi" and scu.scale_to_target
-    held_out = choose_held_out(len(numbers)) if fits else set()
-    texts = [prepared.reference[number] for number in numbers if number not in held_out]
+    scales = scu.controller == "pi" and scu.scale_to_target
+    held_out = choose_held_out(len(prepared.reference)) if scales else set()
+    texts = [text for number, text in enumerate(prepared.reference) if number not in held_out]
     reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
     length, stats = reference_length, prepared.data.stats
     if isinstance(prepared.data.train, Samples):
@@ -85,8 +85,8 @@ def build_divergence(
         flat=flat,
     )
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
-    if fits and not held_out:
-        say(f"scu: fewer than {MIN_TEXTS} reference texts, so none is held out: scu.scale_to_target does nothing")
+    if scales and not held_out:
+        say(f"scu: fewer than {MIN_TEXTS} reference texts, too few to hold some out for scu.scale_to_target")
     states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
@@ -94,12 +94,14 @@ def build_divergence(
     pays = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
     if pays if scu.reference_cache == "auto" else scu.reference_cache:
         states = cache_base_states(engine, token_loss, reference)
-        kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
-        say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
+        status = "not cached: this head needs full logits"
+        if states:
+            status = f"cached on the host, {size / 2**20:,.0f} MiB per rank: steps need no forward pass of the base"
+        say(f"scu: the base's hidden states are {status}")
     divergence = Divergence(engine, token_loss, reference, base_states=states)
     if held_out:
         others = [prepared.reference[number] for number in sorted(held_out)]
-        rows = math.gcd(reference.rows, len(others) // ranks.world_size or 1)  # no more than a step has
+        rows = math.gcd(reference.rows, len(others) // ranks.world_size or 1)  # at most the rows of a step
         divergence.held_out = Divergence(engine, token_loss, replace(reference, documents=others, rows=rows))
     return divergence
 
@@ -115,7 +117,7 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
             return held_out.measure_all()
 
     model.eval()
-    fitted = fit(kl_bits, steering.law.target, len(held_out.reference.documents))
+    fitted = find_scale(kl_bits, steering.law.target, len(held_out.reference.documents))
     steering.fitted = asdict(fitted)
     scale_adapter(model, fitted.factor)
     say(fitted.line(steering.law.target))
@@ -123,8 +125,8 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The factor of the update, and K on held-out texts of the whole and of the scaled update."""
+class ScaleFit:
+    """The factor of the update, and K on held-out texts before and after scaling."""
 
     factor: float
     kl_bits_before: float
@@ -133,28 +135,28 @@ class Fit:
 
     def line(self, target: float) -> str:
         """Return a line for the console."""
-        found = f"scu.scale_to_target: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
+        result = f"scu.scale_to_target: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
         if self.kl_bits_before <= target:
-            return f"{found}, within the target of {target:g}"
+            return f"{result}, within the target of {target:g}"
         if self.factor == 1.0:
-            return f"{found}, above the target of {target:g} at every scale: the update is not scaled"
-        scaled = f"the update is scaled by {self.factor:.3f}, which reduces it to {self.kl_bits:.4f}"
-        return f"{found}, above the target of {target:g}: {scaled}"
+            return f"{result}, above the target of {target:g} at every scale: the update is not scaled"
+        scaled = f"the update is scaled by {self.factor:.3f}, which reduces K to {self.kl_bits:.4f}"
+        return f"{result}, above the target of {target:g}: {scaled}"
 
 
 def choose_held_out(count: int) -> set[int]:
     """Choose 1/8 of the positions of `count` texts, at most 64; none if there are fewer than 64 texts."""
-    # Groups of neighbours, so that pieces of one document are rarely on both sides.
+    # Groups of neighbors, so that parts of one document are rarely on both sides.
     groups = min(count // MIN_TEXTS, MAX_GROUPS)
-    begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBOURS // 2 for group in range(groups)]
-    return {begin + number for begin in begins for number in range(NEIGHBOURS)}
+    begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBORS // 2 for group in range(groups)]
+    return {begin + number for begin in begins for number in range(NEIGHBORS)}
 
 
-def fit(kl_bits: Callable[[float], float], target: float, texts: int) -> Fit:
-    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
-    low, high, found = 0.0, 1.0, {1.0: kl_bits(1.0)}
-    while found[1.0] > target and high - low > 1 / 256:
+def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if none is."""
+    low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
+    while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2
-        found[middle] = kl_bits(middle)
-        low, high = (middle, high) if found[middle] <= target else (low, middle)
-    return Fit(low or 1.0, found[1.0], found[low or 1.0], texts)
+        measured[middle] = kl_bits(middle)
+        low, high = (middle, high) if measured[middle] <= target else (low, middle)
+    return ScaleFit(low or 1.0, measured[1.0], measured[low or 1.0], texts)

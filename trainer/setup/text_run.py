@@ -9,7 +9,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.config.needs import find_other_task_settings
 from trainer.data import DataStats, PreparedData, Samples, prepare_data
-from trainer.data.cache import reference_samples
+from trainer.data.cache import prepare_reference
 from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import sample_prompts
@@ -166,7 +166,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
-    return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
+    return prepare_reference(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
 
 
 def read_model_config(config: RunConfig) -> tuple[Any, str]:

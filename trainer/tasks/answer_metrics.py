@@ -1,4 +1,4 @@
-"""Metrics of the answers that a model generates to held-out prompts, compared with the answers of the records."""
+"""Metrics of generated answers to held-out prompts, compared with the answers in the records."""
 
 import json
 import math
@@ -38,39 +38,38 @@ class AnswerMetrics:
     """The metrics of `evaluation.metrics` on held-out records."""
 
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
-        """Choose the records and try each metric on them; raises UserError if one cannot be measured."""
+        """Choose the records and try each metric on them. Raises UserError if a metric does not apply."""
         self._settings, self._tokenizer = settings, tokenizer
         self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
             if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
-                problem = "no held-out record has a prompt with an answer that it applies to"
-                raise UserError(f"evaluation.metrics={name}: {problem}; remove it")
+                raise UserError(f"evaluation.metrics={name}: applies to none of the held-out records; remove it")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
         """Answer all prompts and return the mean of each metric; every rank must call it."""
         order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        own: dict[int, str] = {}
+        local: dict[int, str] = {}
         for batch in deal_batches(batches, ranks):
             prompts = [self._questions[index].ids for index in batch]
             texts = answer_prompts(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
-            own |= zip(batch, texts, strict=True)
-        answers = {index: text for part in gather_objects(own) for index, text in part.items()}
-        # A user's function may differ from call to call.
+            local |= zip(batch, texts, strict=True)
+        answers = {index: text for part in gather_objects(local) for index, text in part.items()}
+        # On one rank, since a user's function may not be deterministic.
         return run_on_main(ranks, lambda: self._average([answers[index] for index in sorted(answers)]))
 
     def _average(self, answers: list[str]) -> dict[str, float]:
         means = {}
         for name, metric in self._metrics.items():
-            found = [_apply(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
-            counted = [value for value in found if value is not None]
-            means[name.rpartition(":")[2]] = math.fsum(counted) / max(len(counted), 1)
+            values = [_apply(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
+            applicable = [value for value in values if value is not None]
+            means[name.rpartition(":")[2]] = math.fsum(applicable) / max(len(applicable), 1)
         return means
 
 
 def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Question]:
-    """Yield the records that have text before their last trained part."""
+    """Yield the records with text before their last trained part."""
     for document in (part for sample in samples for part in split_documents(sample)):
         runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.trained)))
         start, end = runs[-1].span() if runs else (0, 0)
@@ -86,15 +85,14 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
     try:
         value = metric(question.prompt, answer, question.expected)
         return None if value is None else float(value)
-    except (Exception, SystemExit) as error:  # of the user's function
+    except (Exception, SystemExit) as error:  # raised by the user's function
         problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
-        raise UserError(
-            f"evaluation.metrics={name}: {problem}; take prompt, answer, expected and return a number"
-        ) from None
+        fix = "take prompt, answer and expected, and return a number or None"
+        raise UserError(f"evaluation.metrics={name}: {problem}; {fix}") from None
 
 
 def build_metric(name: str, settings: EvaluationSection) -> Metric:
-    """Return a metric of `evaluation.metrics`. Raises UserError if it cannot be loaded."""
+    """Build a metric of `evaluation.metrics`. Raises UserError if it cannot be loaded."""
     if (package := PACKAGES.get(name)) and find_spec(package) is None:
         raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
     if name == "exact_match":
@@ -115,11 +113,11 @@ def build_metric(name: str, settings: EvaluationSection) -> Metric:
         raise UserError(f"evaluation.metrics={name}: no such file {file}; use FILE.py:FUNCTION")
     try:
         defined = runpy.run_path(file)
-    except (Exception, SystemExit) as error:  # of the user's file
-        raise UserError(f"evaluation.metrics={name}: {type(error).__name__}: {error}; correct {file}") from None
-    if not callable(found := defined.get(function)):
-        raise UserError(f"evaluation.metrics={name}: {file} defines no function {function}; use one that it defines")
-    metric: Metric = found
+    except (Exception, SystemExit) as error:  # raised by the user's file
+        raise UserError(f"evaluation.metrics={name}: {type(error).__name__}: {error}; fix {file}") from None
+    metric: Metric | None = defined.get(function)
+    if not callable(metric):
+        raise UserError(f"evaluation.metrics={name}: {file} does not define the function {function}; fix the name")
     return metric
 
 
@@ -131,8 +129,8 @@ def _build_regex(pattern: re.Pattern[str]) -> Metric:
     def compare(prompt: str, answer: str, expected: str) -> float | None:
         if not pattern.groups:
             return find(answer) is not None
-        wanted = find(expected)
-        return None if wanted is None else find(answer) == wanted
+        group = find(expected)
+        return None if group is None else find(answer) == group
 
     return compare
 
@@ -158,14 +156,14 @@ def _build_schema(path: Path) -> Metric:
 
 
 def _match_calls(prompt: str, answer: str, expected: str) -> float | None:
-    wanted = find_tool_calls(expected)
-    return find_tool_calls(answer) == wanted if wanted else None
+    calls = find_tool_calls(expected)
+    return find_tool_calls(answer) == calls if calls else None
 
 
 def find_tool_calls(text: str) -> list[str]:
     """Return the tool calls in a text as sorted JSON of name and arguments.
 
-    Reads JSON objects with a name and arguments (or parameters), also within others, as most chat templates write them,
+    Finds JSON objects with a name and arguments (or parameters), possibly nested, as most chat templates write them,
     NAME[ARGS]{...} (Mistral) and <function=NAME><parameter=...> (Qwen3-Coder).
     """
     calls = [(name, dict(_XML_ARGUMENT.findall(body))) for name, body in _XML_CALL.findall(text)]

@@ -43,9 +43,9 @@ from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 EXAMPLES = 3
-"""Training examples on the report page."""
+"""Number of training examples on the report page."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
-"""Losses of `training.loss` -> the setting of their parameter."""
+"""Loss in `training.loss` -> setting of its parameter."""
 
 
 class LanguageTask(Task):
@@ -58,7 +58,7 @@ class LanguageTask(Task):
     peft_type = "CAUSAL_LM"
     formats: ClassVar[tuple[str, ...]] = ("peft", "vllm", "sglang", "gguf-lora", "hf", "gguf", "ollama")
     auto_class, pipeline_tag = "AutoModelForCausalLM", "text-generation"
-    """The class of transformers that loads the model, and its kind on the hub."""
+    """The class of transformers that loads the model, and its pipeline tag on the hub."""
     predicts_time = True
 
     def __init__(
@@ -69,7 +69,7 @@ class LanguageTask(Task):
         self._device, self._precision, self._say = device, precision, say
         self._sequence = form_sequence_group(ranks, config.parallel.sequence)
         self._tokenizer_files: dict[str, bytes] | None = None
-        self._first_answers: dict[str, str] = {}
+        self._last_answers: dict[str, str] = {}
         self._answers: AnswerMetrics | None = None
         self._first_scores = Scores({}, {}, set())
         self._images: ImageInputs | None = None
@@ -102,7 +102,7 @@ class LanguageTask(Task):
         assert self._prepared.images is not None
         every_rank = self._config.zero.stage == 3 or trains_images(model)
         self._images = build_image_inputs(self._prepared.images, model, every_rank=every_rank)
-        # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
+        # varlen attention has no masks for image tokens, and the vision tower would get the documents' bounds.
         if self._images.type_name is not None or not self._config.vision.cache:
             disable_varlen(model)
 
@@ -115,8 +115,7 @@ class LanguageTask(Task):
         return ids
 
     def small_pass(self, model: Any) -> object:
-        few = torch.full((1, 8), self._any_token, device=self._device)
-        return model(input_ids=few, use_cache=False)
+        return model(input_ids=torch.full((1, 8), self._any_token, device=self._device), use_cache=False)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
         training = self._config.training
@@ -127,7 +126,7 @@ class LanguageTask(Task):
         return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check that no token sees a later one, and no document of a packed sequence another."""
+        """Check that no token attends to a later one, and no packed document to another."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         probed = loss, engine.module, self._any_token, device
@@ -143,7 +142,7 @@ class LanguageTask(Task):
         for line in describe_separate_documents(engine.module):
             self._say(line)
         if varlen and not self.flat_packs:
-            self._say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
+            self._say("[yellow]warning:[/yellow] packs use a dense mask, so the memory estimate is too low")
 
     def check_base(self) -> None:
         check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])
@@ -153,7 +152,7 @@ class LanguageTask(Task):
         common: dict[str, Any] = {
             "batch_size": training.batch_size,
             "accumulation": training.gradient_accumulation_steps,
-            **self._place,
+            **self._data_rank,
             **self._layout,
         }
         if isinstance(samples, Samples):
@@ -165,14 +164,14 @@ class LanguageTask(Task):
     def evaluation(self) -> Iterable[MicroBatch]:
         training, samples = self._config.training, self._prepared.data.evaluation
         assert samples is not None
-        return self._one_pass(samples, training.eval_batch_size or training.batch_size)
+        return self._iterate(samples, training.eval_batch_size or training.batch_size)
 
-    def _one_pass(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return evaluation_batches(samples, batch_size=batch_size, **self._place, **self._layout)
+    def _iterate(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
+        return evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._layout)
 
     @property
-    def _place(self) -> dict[str, int]:
-        """Which samples this rank takes: ranks that share a sequence have the same number."""
+    def _data_rank(self) -> dict[str, int]:
+        """This rank among those with different samples; ranks that share a sequence have the same number."""
         parallel = self._config.parallel
         return {
             "rank": self._ranks.rank // parallel.sequence,
@@ -213,7 +212,7 @@ class LanguageTask(Task):
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> Any:
         """Return the loss of a finished run's pairs, with `measure_pairs`; for tasks that have pairs."""
-        raise NotImplementedError  # `zerolora eval` calls it only for tasks that override it: preference and reward
+        raise NotImplementedError  # `zerolora eval` only calls it for preference and reward
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
         return {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
@@ -225,24 +224,24 @@ class LanguageTask(Task):
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
-            shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
-            folder.save_examples([(name, _show(document, tokenizer)) for name, document in shown])
+            examples = self.choose_examples(document for sample in samples for document in split_documents(sample))
+            folder.save_examples([(name, _decode_example(document, tokenizer)) for name, document in examples])
         for raw in self._prepared.sample_prompts:
             ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
             [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
-            # The console hides the answers before training, which come before the first step.
-            earlier = self._first_answers.get(prompt)
-            known = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
-            self._first_answers[prompt] = answer
-            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{known}")
+            # The answers before training have scrolled off the console: repeat them.
+            earlier = self._last_answers.get(prompt)
+            before = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
+            self._last_answers[prompt] = answer
+            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{before}")
             folder.save_answer(prompt, when, answer.strip())
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
-        """Return a few of the training documents for the report, each with a heading."""
+        """Return a few training documents for the report, each with a heading."""
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a writer of the tokenizer's files, built here because another thread may not use the tokenizer."""
+        """Return a writer of the tokenizer's files, which are built here since other threads must not use it."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
@@ -257,26 +256,24 @@ class LanguageTask(Task):
         """Raise UserError for data of another task; return warnings."""
         if stats.desirable + stats.undesirable:
             raise UserError(
-                f"task={config.task}: dataset has answers labelled true or false, which is preference data; set task: "
-                "preference and preference.loss: kto, or, to learn every answer, the dataset.format of the records "
-                "without labels, such as prompt_completion or messages"
+                f"task={config.task}: dataset has answers labelled true or false; set task: preference and "
+                "preference.loss: kto or, to train on every answer, dataset.format: prompt_completion or messages"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
             if part.pairs:
                 raise UserError(
-                    f"task={config.task}: {label} has pairs of a chosen and a rejected answer, which is preference "
-                    f"data; set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: "
-                    "prompt, completion: chosen} with your names of these fields"
+                    f"task={config.task}: {label} has pairs of a chosen and a rejected answer; set task: preference "
+                    f"or, to train on the chosen answers only, {label}.fields: {{prompt: prompt, completion: chosen}}"
                 )
         return []
 
     @classmethod
     def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
-        """Raise UserError for data that `zerolora eval` cannot measure the finished run in `folder` on."""
+        """Raise UserError if `zerolora eval` cannot evaluate the finished run in `folder` on this data."""
         cls.check_data(config, stats)
 
 
-def _show(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
-    """Return the texts of a document with their weights, and its images."""
+def _decode_example(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
+    """Return the texts of a document with their weights, and thumbnails of its images."""
     images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
     return [*decode_parts(document, tokenizer), *images]

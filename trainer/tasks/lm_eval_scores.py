@@ -1,8 +1,8 @@
-"""Scores of lm-eval's tasks, measured by all ranks on the model in memory.
+"""Measure the scores of lm-eval's tasks with all ranks, on the model in memory.
 
 Every rank runs lm-eval on all documents, but computes only some of the batches and gets the results of the others. The
-batches are those of one rank, so that the number of ranks does not change a score. All ranks compute the same number of
-batches, since a forward pass of ZeRO-3 gathers weights.
+batches are those of a single rank, so the number of ranks does not change a score. All ranks compute equally many
+batches, since a forward pass under ZeRO-3 gathers weights.
 """
 
 import copy
@@ -42,7 +42,7 @@ class Scores:
 
 @cache
 def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return lm-eval's tasks and groups with their data; raises UserError if one cannot be loaded."""
+    """Return lm-eval's tasks and groups with their data. Raises UserError if one cannot be loaded."""
     check_task_names(names)
     files = [name for name in names if name.endswith(".yaml")]
 
@@ -54,17 +54,17 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         if name not in files and not manager.match_tasks([name]):
-            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; `lm-eval ls tasks` lists them")
+            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use one that `lm-eval ls tasks` lists")
         try:
             absolute = str(Path(name).absolute())
             with _hide_progress(), _use_lm_eval_seeds():
-                found = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
-        except Exception as error:  # lm-eval and datasets raise any exception for a bad file
+                task_set = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
+        except Exception as error:  # lm-eval and datasets may raise anything for a bad file
             problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
             raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
         for kind in loaded:
-            loaded[kind] |= found[kind]
-        for task in found["tasks"].values():
+            loaded[kind] |= task_set[kind]
+        for task in task_set["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 problem = "reads images or runs code that the model writes, which zerolora does not support"
                 raise UserError(f"evaluation.tasks={name}: {problem}; use `lm_eval run`")
@@ -72,7 +72,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 class _Model:
-    """The part of a model that lm-eval calls; not a module: lm-eval would tie its weights again.
+    """The interface of a model that lm-eval calls; not an nn.Module, since lm-eval would tie its weights again.
 
     It truncates the vocabulary to the tokenizer's `tokens`, without padding, as lm-eval does for adapters.
     """
@@ -103,9 +103,9 @@ class TaskScores:
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
     def measure(self, module: Any, device: torch.device, *, synced: bool = False, errors: bool = False) -> Scores:
-        """Return the scores of a model in evaluation mode, with standard `errors` if wanted; every rank must call it.
+        """Return the scores of a model in evaluation mode, optionally with standard `errors`; a collective call.
 
-        `synced` lets all ranks generate until the last of them is done, as ZeRO-3 needs.
+        With `synced`, all ranks generate until the last one has finished, as ZeRO-3 requires.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -118,12 +118,12 @@ class TaskScores:
         )
         chat, shots = self._settings.apply_chat_template, self._settings.num_fewshot
         for task in self._loaded["tasks"].values():
-            own = task.get_config("num_fewshot")
-            if own is None or (own and shots is not None):
+            default_shots = task.get_config("num_fewshot")
+            if default_shots is None or (default_shots and shots is not None):
                 task.set_config(key="num_fewshot", value=shots or 0)
             task.set_fewshot_seed(seed=SEED)
         with phase("generate"), _hide_progress(), _use_lm_eval_seeds(), _share_batches(self._ranks):
-            found = evaluate(
+            results = evaluate(
                 model,
                 self._loaded,
                 limit=self._settings.limit,
@@ -132,19 +132,19 @@ class TaskScores:
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
             )
-        return _flatten(found)
+        return _flatten(results)
 
 
-def _flatten(found: Any) -> Scores:
+def _flatten(results: Any) -> Scores:
     scores = Scores({}, {}, set())
-    for task, metrics in found["results"].items():
+    for task, metrics in results["results"].items():
         for key, value in metrics.items():
-            metric, comma, kind = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if comma and isinstance(value, int | float):
-                own = metric.removesuffix("_stderr")
-                name = f"{task}/{own}" + f"/{kind}" * (kind != "none")
-                (scores.values if own == metric else scores.errors)[name] = float(value)
-                if found["higher_is_better"].get(task, {}).get(own) is False:
+                base = metric.removesuffix("_stderr")
+                name = f"{task}/{base}" + f"/{filter_name}" * (filter_name != "none")
+                (scores.values if base == metric else scores.errors)[name] = float(value)
+                if results["higher_is_better"].get(task, {}).get(base) is False:
                     scores.lower_is_better.add(name)
     return scores
 
@@ -160,7 +160,7 @@ def _hide_progress() -> Any:
 
 @contextmanager
 def _use_lm_eval_seeds() -> Iterator[None]:
-    """Seed as lm-eval does within the block; training continues with its own random numbers after it."""
+    """Seed all generators like lm-eval within the block, and restore their states after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         random.seed(PYTHON_SEED)
@@ -186,16 +186,16 @@ def _share_batches(ranks: Ranks) -> Any:
 
         def get_batched(self, n: int = 1, batch_fn: Any = None) -> Iterator[Any]:
             batches = list(super().get_batched(n, batch_fn))
-            # Empty if requests are grouped by context: `get_cache` adds the places of a result.
+            # Empty if requests are grouped by context: then `get_cache` adds the positions of a result.
             positions = iter(self._reorder_indices)
-            placed = [(batch, list(islice(positions, len(batch)))) for batch in batches]
-            own = deal_batches(placed, ranks)
-            self._reorder_indices: list[int] = [position for _, of_batch in own for position in of_batch]
-            yield from (batch for batch, _ in own)
+            pairs = [(batch, list(islice(positions, len(batch)))) for batch in batches]
+            local = deal_batches(pairs, ranks)
+            self._reorder_indices: list[int] = [position for _, positions in local for position in positions]
+            yield from (batch for batch, _ in local)
 
         def get_original(self, newarr: Sequence[Any]) -> list[Any]:
-            pairs = zip(self._reorder_indices, newarr, strict=True)
-            found = {position: result for part in gather_objects(list(pairs)) for position, result in part}
-            return [found[position] for position in range(self._size)]
+            pairs = list(zip(self._reorder_indices, newarr, strict=True))
+            results = {position: result for part in gather_objects(pairs) for position, result in part}
+            return [results[position] for position in range(self._size)]
 
     return replaced(huggingface, "Collator", SharedBatches, "lm_eval")

@@ -1,7 +1,7 @@
-"""Preference training of language models on pairs of a chosen and a rejected answer (DPO and its relatives).
+"""Preference training of language models on pairs of a chosen and a rejected answer (DPO and similar losses).
 
-Both answers are documents of the same pack or batch, so one pass computes them. The reference is the same model with
-its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
+Both answers are documents of the same batch or pack, so one pass computes them. The reference is the same model with
+its adapter disabled: it takes a second forward pass without gradients, in each step or once, but no memory.
 """
 
 import math
@@ -33,7 +33,7 @@ from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
 
-MEASURED = (
+PAIR_METRICS = (
     "rewards/chosen",
     "rewards/rejected",
     "rewards/margins",
@@ -41,30 +41,30 @@ MEASURED = (
     "logps/chosen",
     "logps/rejected",
 )
-"""Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+"""Metrics averaged over pairs, with TRL's names; rewards are beta (log p - log p_ref) in nats."""
 TOKEN_METRICS = ("entropy", "kl_bits")
-"""Metrics averaged over the tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
-reference in bits, if the reference is computed in the step from the head's input."""
+"""Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and its divergence from the
+reference in bits, if each step computes the reference from the input of the head."""
 PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false"
-SEARCHED = 1000
-"""Documents among which the report's examples of both labels are searched."""
+MAX_SEARCHED_DOCUMENTS = 1000
+"""Number of documents searched for the report's examples of both labels."""
 
 
 class Sums:
-    """Sums since they were last taken, of training and of evaluation."""
+    """Sums of training and of evaluation since they were last taken."""
 
     def __init__(self) -> None:
         self._sums: dict[bool, torch.Tensor] = {}
 
     def add(self, sums: torch.Tensor, *, training: bool) -> None:
-        """Add `sums` to those of this rank."""
+        """Add to the sums of this rank."""
         self._sums[training] = self._sums.get(training, 0.0) + sums
 
     def add_pairs(self, values: Iterable[torch.Tensor], *, training: bool) -> None:
         """Add values [P] of pairs, and their number."""
         values = tuple(values)
-        found = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
-        self.add(torch.stack(found), training=training)
+        sums = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
+        self.add(torch.stack(sums), training=training)
 
     def take(self, *, training: bool) -> list[float]:
         """Return and reset the sums over all ranks; empty if nothing was added. Every rank must call it."""
@@ -72,7 +72,7 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and reset the averages over all pairs, named by the first of `names`; every rank must call it."""
+        """Return and reset the averages over all pairs, with `names` in order; every rank must call it."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
@@ -83,11 +83,11 @@ class PreferenceLoss(TokenLoss):
     """The sum over pairs of their loss, and metrics of the pairs."""
 
     answers = 2
-    """Documents of a row that are answers to its prompt."""
+    """Number of documents of a row that are answers to its prompt."""
     unit = "pairs"
-    """What `measure_pairs` has a column for."""
+    """Meaning of the columns of `measure_pairs`."""
     keeps_adapter = False
-    """Whether the cached reference is the model before training, with its adapter."""
+    """Whether the cached reference is the model with its adapter before training."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
@@ -101,7 +101,7 @@ class PreferenceLoss(TokenLoss):
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
         _, losses = self._score_pairs(model, batch, device)
-        # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
+        # Ranks that share a pair all have its scores: each returns a fraction of its loss.
         return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
@@ -137,7 +137,7 @@ class PreferenceLoss(TokenLoss):
         """Add the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
         is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
-        counted = is_answer[_own_targets(batch, measures[LOSS])].nonzero().squeeze(1)
+        counted = is_answer[_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
@@ -158,31 +158,31 @@ class PreferenceLoss(TokenLoss):
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
     ) -> torch.Tensor:
-        """Return minus the sum of every answer [P, 2]; `beyond` is by default preference.length_weight."""
+        """Return the negated sum of every answer [P, 2]; `beyond` (see `_token_weights`) defaults to length_weight."""
         weights = _token_weights(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
-        weights = to_device(weights[_own_targets(batch, token_losses)], token_losses.device)
+        weights = to_device(weights[_local_targets(batch, token_losses)], token_losses.device)
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
-        of_tokens = self._tokens.take_averages(TOKEN_METRICS, training=training)
-        return self._sums.take_averages(MEASURED, training=training) | of_tokens
+        pairs = self._sums.take_averages(PAIR_METRICS, training=training)
+        return pairs | self._tokens.take_averages(TOKEN_METRICS, training=training)
 
 
 class KtoLoss(PreferenceLoss):
-    """The sum over labelled answers of Ethayarajh et al. 2024's loss; the second document of a row is mismatched.
+    """KTO (Ethayarajh et al. 2024), summed over labelled answers; the second document of a row is mismatched.
 
-    The baseline is the mean of log p - log p_ref of the mismatched answers of this micro-step on all ranks, at least 0,
-    without a gradient.
+    The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, at least
+    0, without a gradient.
     """
 
     unit = "answers"
     answers = 1
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return loss, accuracy and margin of every answer [3, P]: beta times its distance from the batch's baseline.
+        """Return loss, accuracy and margin of every answer [3, P].
 
-        A margin is positive if the answer is on the side of the baseline that its label asks for.
+        The margin is beta times the distance from the batch's baseline, positive on the side that the label demands.
         """
         scores, losses = self._score_pairs(model, batch, device)
         margins = self._find_margins(scores, batch)[0]
@@ -190,13 +190,13 @@ class KtoLoss(PreferenceLoss):
 
     def _find_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""
-        own, mismatched = scores.ratios
-        total = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
-        total = sum_over_ranks(total)
-        baseline = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0).float()
-        is_desirable = to_device(_labels(batch), own.device)
+        ratios, mismatched = scores.ratios
+        sums = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
+        total, count = sum_over_ranks(sums)
+        baseline = (total / count.clamp(min=1.0)).clamp(min=0.0).float()
+        is_desirable = to_device(_labels(batch), ratios.device)
         sign = is_desirable.float() * 2.0 - 1.0
-        return sign * self._settings.beta * (own - baseline), is_desirable, baseline
+        return sign * self._settings.beta * (ratios - baseline), is_desirable, baseline
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         margins, is_desirable, baseline = self._find_margins(scores, batch)
@@ -214,81 +214,78 @@ class KtoLoss(PreferenceLoss):
         self._sums.add(sums, training=training)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
-        found = self._tokens.take_averages(TOKEN_METRICS, training=training)
+        """Return the averages over the answers of each label since the last call, and the mean baseline, in nats."""
+        metrics = self._tokens.take_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.take(training=training)):
-            return found
+            return metrics
         *totals, baseline, calls = sums
         prefix, counts = "train" if training else "eval", totals[4:]
-        found[f"{prefix}/kl"] = baseline / calls
-        for kind, (side, count) in enumerate(zip(("chosen", "rejected"), counts, strict=True)):
-            for name, total in zip(("rewards", "logps"), (totals[kind], totals[2 + kind]), strict=True):
-                found |= {f"{prefix}/{name}/{side}": total / count} if count else {}
+        metrics[f"{prefix}/kl"] = baseline / calls
+        for kind, (side, count) in enumerate(zip(SIDES, counts, strict=True)):
+            for name, total in (("rewards", totals[kind]), ("logps", totals[2 + kind])):
+                metrics |= {f"{prefix}/{name}/{side}": total / count} if count else {}
         if all(counts):
-            found[f"{prefix}/rewards/margins"] = totals[0] / counts[0] - totals[1] / counts[1]
-        return found
+            metrics[f"{prefix}/rewards/margins"] = totals[0] / counts[0] - totals[1] / counts[1]
+        return metrics
 
 
-def _own_targets(batch: PairBatch, values: torch.Tensor) -> slice:
+def _local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
     """Return the slice of the batch's targets that this rank's `values` belong to."""
     return slice(batch.targets_before, batch.targets_before + len(values))
 
 
 def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return the sums over the targets of every document [D], from the values of this rank's targets [K]."""
-    documents = torch.repeat_interleave(batch.document_targets)[_own_targets(batch, values)]
+    """Sum the values of this rank's targets [K] over the targets of every document [D]."""
+    documents = torch.repeat_interleave(batch.document_targets)[_local_targets(batch, values)]
     sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
     return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
 
 def _labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]; batches carry it as a weight."""
+    """Return whether the first answer of each row is desirable, bool [P]; batches encode it as a weight."""
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
 
 
 def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
-    """Return the weight of every target: `beyond` for those past the length of the pair's shorter answer, else 1."""
-    if beyond == 1.0:
-        return torch.ones(int(counts.sum()))
-    shared = counts.view(-1, 2).amin(1).repeat_interleave(2)
-    parts = [(torch.arange(int(count)) < least).float() for count, least in zip(counts, shared, strict=True)]
-    kept = torch.cat(parts) if parts else torch.zeros(0)
-    return kept + beyond * (1.0 - kept)
+    """Return the weight of every target: `beyond` after the length of the pair's shorter answer, else 1."""
+    weights = torch.ones(int(counts.sum()))
+    shortest = counts.view(-1, 2).amin(1).repeat_interleave(2)
+    for start, count, shared in zip(counts.cumsum(0) - counts, counts, shortest, strict=True):
+        weights[start + shared : start + count] = beyond
+    return weights
 
 
 def check_answers(
     config: RunConfig, stats: DataStats, needed: str, check_labels: Callable[[DataStats, str], None]
 ) -> None:
-    """Raise UserError for records that are not what is `needed`; `check_labels` gets each part of the data."""
+    """Raise UserError for records other than `needed`; `check_labels` is called for each part of the data."""
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs:
             check_labels(part, label)
         if part.pairs < part.documents:
             raise UserError(
-                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
-                f"{needed}; correct or remove them, or use task: language"
+                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are not "
+                f"{needed}; fix or remove them, or use task: language"
             )
 
 
 def _check_labels(loss: str, part: DataStats, label: str) -> None:
-    """Raise UserError unless answers have labels if and only if the loss is `kto`, and labels of both kinds."""
+    """Raise UserError unless the loss is `kto` exactly if the answers have labels, and both labels occur."""
     labelled = part.desirable + part.undesirable
     if loss != "kto" and labelled:
         raise UserError(
-            f"preference.loss={loss}: {labelled:,} records of {label} have one answer with a label, not a pair; use kto"
+            f"preference.loss={loss}: {labelled:,} records of {label} are labelled answers, not pairs; use kto"
         )
     if loss == "kto" and labelled < part.pairs:
         raise UserError(
             f"preference.loss=kto: {part.pairs - labelled:,} of {part.pairs:,} records of {label} are pairs, not "
-            f"answers with a label; to use both answers of each pair set {label}.format: unpaired"
+            f"labelled answers; to use both answers of each pair set {label}.format: unpaired"
         )
     if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
         only = "true" if part.desirable else "false"
-        raise UserError(
-            f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; give answers of both labels"
-        )
+        raise UserError(f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; add the other label")
 
 
 class PreferenceTask(LanguageTask):
@@ -307,18 +304,18 @@ class PreferenceTask(LanguageTask):
 
     @classmethod
     def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
-        """Raise UserError if the loss of a pair needs more than the model with and without its adapter."""
+        """Raise UserError if the loss of a pair needs an adapter that the run did not keep."""
         if not (stats.evaluation or stats).pairs:
-            return  # the texts or conversations of --data
+            return  # texts or conversations passed with --data
         cls.check_data(config, stats)
-        metrics = f"see eval/rewards in {folder}/metrics.jsonl, or pass texts or conversations with --data"
         if config.preference.reference == "cached" and config.lora.adapter_path is not None:
-            problem = "its reference is the adapter that training began with, which the run does not keep"
-            raise UserError(f"{folder}: lora.adapter_path={config.lora.adapter_path}: {problem}; {metrics}")
+            problem = "the reference is the adapter that training began with, which the run does not keep"
+            fix = f"see eval/rewards in {folder}/metrics.jsonl, or pass texts or conversations with --data"
+            raise UserError(f"{folder}: lora.adapter_path={config.lora.adapter_path}: {problem}; {fix}")
 
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> PreferenceLoss:
-        """Return the loss of pairs of a finished run, with the reference computed next to the model's scores."""
+        """Return the loss of a finished run's pairs, with the reference computed in each step."""
         settings = config.preference
         if settings.reference == "cached":
             settings = settings.model_copy(update={"reference": "step"})
@@ -336,14 +333,14 @@ class PreferenceTask(LanguageTask):
         """Return the answers of the first pair, or the first answer of each label."""
         if "kto" not in self._config.preference.loss:
             return list(zip(SIDES, documents, strict=False))
-        found: dict[str, Sample] = {}
-        for answer in islice(documents, 0, SEARCHED, 2):  # every second document is a mismatched answer
+        examples: dict[str, Sample] = {}
+        for answer in islice(documents, 0, MAX_SEARCHED_DOCUMENTS, 2):  # every second document is a mismatched answer
             label = "good answer" if max(answer.trained) == DESIRABLE else "bad answer"
-            found.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
-        return list(found.items())
+            examples.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
+        return list(examples.items())
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check that no token sees a later one, and no answer another; share prompts; cache the reference if wanted."""
+        """Check the attention of the model, share prompts, and cache the reference, as configured."""
         super().check(engine, loss, varlen=varlen)
         assert isinstance(loss, PreferenceLoss)
         self.shares_prompts = self._share_prompts(engine, loss)
@@ -360,7 +357,7 @@ class PreferenceTask(LanguageTask):
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
         possible = possible and config.parallel.sequence == 1 and self._images is None
         if self._images is not None and requested is True:
-            raise UserError("preference.share_prompt=true: does not work with images, which dataset has; use auto")
+            raise UserError("preference.share_prompt=true: not supported for data with images; use auto")
         if not requested or (requested == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
@@ -373,14 +370,14 @@ class PreferenceTask(LanguageTask):
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
         """Return the log-probabilities of all answers under the reference; a collective call."""
-        size, place = self._config.training.batch_size, self._place
-        known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
+        size, data_rank = self._config.training.batch_size, self._data_rank
+        reference = torch.zeros(samples.count_answers_before(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()
-        for number, batch in enumerate(self._one_pass(samples, size)):
+        for number, batch in enumerate(self._iterate(samples, size)):
             assert isinstance(batch, PairBatch)
-            first = samples.first_answer((number * place["world_size"] + place["rank"]) * size)
+            first = samples.count_answers_before((number * data_rank["world_size"] + data_rank["rank"]) * size)
             answers = loss.reference(engine, batch, self._device).flatten()
-            known[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
+            reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
-        self._say(f"reference: {len(known):,} answers computed once, before training")
-        return sum_over_ranks(known).cpu().numpy()
+        self._say(f"reference: {len(reference):,} answers computed once, before training")
+        return sum_over_ranks(reference).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Losses of preference pairs by the names of TRL, as functions of log-probabilities of whole answers.
+"""Losses of preference pairs, with TRL's names, as functions of the log-probabilities of answers.
 
 Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
 h(y) = log p(y) - log p_ref(y), c and r beta h of the chosen and the rejected answer, p the settings.
@@ -28,12 +28,12 @@ class PairScores:
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """Return h of both answers."""
+        """The value h of both answers."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """Return log p of both answers per token."""
+        """The value log p / n of both answers."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
@@ -58,8 +58,8 @@ def _exo_pair(logits: Tensor, noise: float) -> Tensor:
 
 
 def _discopop(logits: Tensor, tau: float) -> Tensor:
-    share = (logits / tau).sigmoid()
-    return -F.logsigmoid(logits) * (1.0 - share) + torch.exp(-logits) * share
+    weight = (logits / tau).sigmoid()
+    return -F.logsigmoid(logits) * (1.0 - weight) + torch.exp(-logits) * weight
 
 
 def _orpo(scores: PairScores, beta: float) -> Tensor:

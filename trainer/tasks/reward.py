@@ -15,16 +15,16 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import MEASURED, PAIRS, Sums, check_answers
+from trainer.tasks.preference import PAIR_METRICS, PAIRS, Sums, check_answers
 
-REWARDS = MEASURED[:4]
+REWARDS = PAIR_METRICS[:4]
 
 
 class RewardLoss(TokenLoss):
     """The sum over pairs of -log sigmoid(r_chosen - r_rejected - margin); r is the score at an answer's last token."""
 
     unit = "pairs"
-    """What `measure_pairs` has a column for."""
+    """Meaning of the columns of `measure_pairs`."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
@@ -57,18 +57,18 @@ class RewardLoss(TokenLoss):
     def pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
         """Return the loss of each pair [P] from scores [P, 2] and margins [P]."""
         chosen, rejected = scores.unbind(1)
-        least = 0.0 if margins is None else to_device(margins, scores.device)
-        return -logsigmoid(chosen - rejected - least) + self._center * (chosen + rejected).square()
+        margin = 0.0 if margins is None else to_device(margins, scores.device)
+        return -logsigmoid(chosen - rejected - margin) + self._center * (chosen + rejected).square()
 
     def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the score of every position [B, K, 1], and targets [B, K], on the device."""
+        """Return the score of every position [B, L, 1], and targets [B, L], on the device."""
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1))
         return scores.view(*batch.input_ids.shape, 1), to_device(batch.targets, device)
 
     def _score(self, model: Any, batch: MicroBatch, device: torch.device, select: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the scores of the hidden states that `select` takes, fp32.
+        """Return the scores of the hidden states that `select` returns, fp32.
 
-        The model picks one position of each row of its scores; it gets all selected scores at every position.
+        The model reads one position of each row of its scores, so every position has all selected scores.
         """
         inputs, _ = self._inputs(batch, device)
         head = self._base.score
@@ -88,9 +88,9 @@ class RewardLoss(TokenLoss):
 
 
 def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
-    """Return the position in the flattened batch of every document's last token but padding tokens, int64 [D].
+    """Return the position of every document's last token in the flattened batch, int64 [D], skipping padding tokens.
 
-    transformers also skips a padding token that ends the text itself, so that rewards are the same there.
+    Like transformers, this also skips a padding token at the end of the text itself.
     """
     mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
     inside = torch.ones_like(batch.input_ids) if mask is None else mask.long()
@@ -113,7 +113,7 @@ class RewardTask(LanguageTask):
     auto_class, pipeline_tag = "AutoModelForSequenceClassification", "text-classification"
     predicts_time = False
     unsupported: ClassVar[Mapping[str, str]] = {
-        "generate": "it scores answers and writes none; see the guide on preference training",
+        "generate": "it scores answers and does not generate any; see the guide on preference training",
         "serve": "serve is for models that write text; `zerolora merge` writes it for transformers",
         "eval --tasks": "--tasks are for models that write text; evaluate without it",
         "merge --scale": "--scale is for models that write text; merge without it",
@@ -124,21 +124,17 @@ class RewardTask(LanguageTask):
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         def check_labels(part: DataStats, label: str) -> None:
             if labelled := part.desirable + part.undesirable:
-                raise UserError(
-                    f"task=reward: {labelled:,} records of {label} have one answer with a label, and a reward model "
-                    "learns from pairs; use task: preference with preference.loss: kto"
-                )
+                problem = f"{labelled:,} records of {label} are labelled answers, not pairs"
+                raise UserError(f"task=reward: {problem}; use task: preference with preference.loss: kto")
 
         check_answers(config, stats, PAIRS, check_labels)
         return []
 
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> RewardLoss:
-        """Return the loss of pairs of a finished run."""
         return RewardLoss(model, config.reward)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
-        """Load the base model with a score head."""
         model = super().load_base(dtype, engine_config, shards)
         model.config.pad_token_id = self._any_token  # transformers' forward needs it for several rows
         return model

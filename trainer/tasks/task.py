@@ -1,7 +1,4 @@
-"""The interface between a run and the kind of model that it trains.
-
-Language models predict the next token (language.py); image models predict the noise in latents (images/task.py).
-"""
+"""The interface between a run and the kind of model it trains: language models, or image models (images/task.py)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ class Batch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Size of the batch in the first unit of `Task.counted`."""
+        """Size of the batch in the first unit of `Task.counted`: tokens or images."""
 
     @property
     def target_count(self) -> int:
@@ -29,7 +26,7 @@ class Batch(Protocol):
 
     @property
     def target_weight(self) -> float:
-        """Divisor of the summed loss of a step: the sum of the targets' weights."""
+        """Sum of the targets' weights, by which the summed loss of a step is divided."""
 
 
 class BatchSource(Protocol):
@@ -48,10 +45,10 @@ class StepLoss(Protocol):
 
     @property
     def balancing(self) -> torch.Tensor | float:
-        """The balancing loss of the router, to be added in training."""
+        """Load-balancing loss of the router, added in training."""
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return further metrics of training or evaluation since the last call; every rank must call it."""
+        """Return additional metrics of training or evaluation since the last call; every rank must call it."""
         return {}
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
@@ -61,15 +58,15 @@ class Task(Protocol):
     """A kind of model, in one run on one rank."""
 
     title: ClassVar[str]
-    """Such as "a language model"."""
+    """Name in messages, such as "a language model"."""
     counted: ClassVar[tuple[str, ...]]
-    """Units in which batches are counted: of everything (tokens or images), and of the targets if they differ."""
+    """Units in which batches are counted: all tokens or images, and the targets if they differ."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
     formats: ClassVar[tuple[str, ...]]
     """Formats of `zerolora export`."""
     unsupported: ClassVar[Mapping[str, str]] = {}
-    """Commands that have no use for such an adapter, with what to do instead (trainer/setup/kinds.py)."""
+    """Commands that do not support such an adapter, with the reason or an alternative (trainer/setup/kinds.py)."""
     predicts_time: ClassVar[bool] = False
     """Whether `zerolora estimate` predicts the time of a step."""
     sample_every: int = 0
@@ -81,15 +78,15 @@ class Task(Protocol):
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
 
     def keep_embeddings(self) -> bool:
-        """Return whether the per-layer all-gather must leave embedding and head whole."""
+        """Return whether the per-layer all-gather must leave embedding and head unsharded."""
         return False
 
     def added_tokens(self) -> list[int]:
-        """Return the ids of embedding rows that are trained with the adapter."""
+        """Return the ids of the embedding rows that are trained with the adapter."""
         return []
 
     def small_pass(self, model: Any) -> object:
-        """Run a forward pass on the smallest input that the model takes."""
+        """Run a forward pass on the smallest input that the model accepts."""
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
         """Build the loss of this model, before the engine starts."""
@@ -105,18 +102,18 @@ class Task(Protocol):
         """Return this rank's training batches."""
 
     def evaluation(self) -> Iterable[Any]:
-        """Return this rank's batches of held-out data; every rank has the same number."""
+        """Return this rank's batches of held-out data; every rank has equally many."""
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        """Return the scores of the `evaluation` section, with `base` those of the base model; a collective call."""
+        """Measure the scores of the `evaluation` section, of the base model if `base`; a collective call."""
         return Scores({}, {}, set())
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
-        """Return metrics that follow from the held-out loss, where `StepLoss.values` has none."""
+        """Return metrics derived from the held-out loss, if `StepLoss.values` returns none."""
         return {}
 
     def meter(self, model: Any) -> Any:
-        """Return a meter of the model's FLOPs, or None if they or the GPU's peak are unknown."""
+        """Return a meter of the model's FLOPs; None if these or the peak of the GPU are unknown."""
         return None
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
@@ -126,9 +123,9 @@ class Task(Protocol):
         """
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes the files that saved weights need into their folder; rank 0 only.
+        """Return a function that writes the files needed next to saved weights; rank 0 only.
 
-        The function may be called from a thread while training continues, this method may not.
+        The function may be called from a thread while training continues; this method may not.
         """
 
     @classmethod

@@ -119,7 +119,7 @@ def _end_of_turn(tokenizer: Any) -> str | None:
 def build_text_template(form: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the placeholders `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends with an
+    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt ends with an
     empty line.
     """
     if not survives_quotes(form) or "{{" in form:
@@ -137,7 +137,7 @@ def build_modelfile(
 ) -> str:
     """Return the Modelfile for the file `gguf` in the same folder.
 
-    `form` is the plain-text prompt format (see `records.prompt_form`); None for the tokenizer's chat template,
+    `form` is the plain-text prompt format (see `records.find_prompt_form`); None for the tokenizer's chat template,
     which gets `variables`.
     """
     lines = [f"FROM ./{gguf}"]

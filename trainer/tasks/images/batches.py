@@ -1,12 +1,11 @@
 """Micro-batches of images: the same global batch, noise and times on any number of ranks.
 
 All random choices for an image (noise, time, flip, dropped caption) depend only on the seed, the epoch and its position
-in the epoch, so that a resumed run and a run on a different number of ranks draw the same.
+in the epoch, so a resumed run, or a run on a different number of ranks, makes the same choices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ class Group:
     """[B, C, H, W]."""
     noise: Tensor
     times: Tensor
-    """Positions [B] between 0 and 1 in the scheduler's range of timesteps."""
+    """Times [B] in [0, 1], relative to the scheduler's range of timesteps."""
     conditions: Conditions
     weights: Tensor
     """Weights [B] of the images' losses; 0 for padding."""
@@ -46,7 +45,7 @@ class ImageBatch:
     tokens: int
     """Number of images."""
     target_count: int
-    """Number of images that the loss is divided by; class images do not count."""
+    """Number of images by which the loss is divided; excludes class images."""
 
     @property
     def target_weight(self) -> float:
@@ -68,7 +67,7 @@ class _Row:
 class ImageBatches(GlobalBatches):
     """This rank's part of every global batch of images.
 
-    A global batch has images of one size as far as possible; the remaining images of an epoch form mixed batches.
+    A global batch has images of one size if possible; the remaining images of an epoch form mixed batches.
     """
 
     def __init__(
@@ -96,25 +95,24 @@ class ImageBatches(GlobalBatches):
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches `offset` images into the epoch, and the number of images of all ranks."""
-        taken = self.order(epoch)[offset : offset + self.global_batch_size]
-        positions = np.arange(offset, offset + len(taken))
-        parts = self.parts()
-        passes = [self._passes(taken, positions, part.start - self.rank * self.batch_size) for part in parts]
-        made = [
-            self._batch(epoch, taken[part], positions[part], count) for part, count in zip(parts, passes, strict=True)
-        ]
-        return made, len(taken)
+        selected = self.order(epoch)[offset : offset + self.global_batch_size]
+        positions = np.arange(offset, offset + len(selected))
+        batches = []
+        for part in self.parts():
+            passes = self._count_passes(selected, positions, part.start - self.rank * self.batch_size)
+            batches.append(self._batch(epoch, selected[part], positions[part], passes))
+        return batches, len(selected)
 
-    def _passes(self, taken: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
+    def _count_passes(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
         """Return the largest number of groups of any rank in the micro-step that begins at `first`."""
-        found = []
+        counts = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
             part = slice(start, start + self.batch_size)
-            entries = [self.samples[int(index)] for index in taken[part]]
+            entries = [self.samples[int(index)] for index in selected[part]]
             if self.prior is not None:
                 entries += [self.prior[int(position) % len(self.prior)] for position in positions[part]]
-            found.append(len({(entry.width, entry.height) for entry in entries}))
-        return max(found)
+            counts.append(len({(entry.width, entry.height) for entry in entries}))
+        return max(counts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the permutation of the images in an epoch."""
@@ -153,7 +151,7 @@ class ImageBatches(GlobalBatches):
 
 
 def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
-    """Yield the held-out images with times and noise that do not depend on the seed; the same number on every rank."""
+    """Yield the held-out images with fixed times and noise; every rank has equally many batches."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)
@@ -173,65 +171,63 @@ def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
-    """Create a generator seeded by the numbers."""
+    """Return a generator seeded with the numbers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
 
 
 def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the permutation of the images in an epoch with global batches of `together` images."""
+    """Return the permutation of the images in an epoch, for global batches of `together` images."""
     draw = np.random.default_rng([seed, epoch])
     order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))
-    return by_size(order, samples.sizes, together, draw if shuffle else None)
+    return group_by_size(order, samples.sizes, together, draw if shuffle else None)
 
 
-def by_size(
+def group_by_size(
     order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Rearrange the order so that runs of `together` images have one size, with the remaining images at the end."""
+    """Reorder images so that runs of `together` images have one size; the remaining images come last."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
     if len(groups) == 1:
         return order
-    whole, rest = [], []
+    runs, remaining = [], []
     for members in groups.values():
         end = len(members) // together * together
-        whole += [members[start : start + together] for start in range(0, end, together)]
-        rest += members[end:]
+        runs += [members[start : start + together] for start in range(0, end, together)]
+        remaining += members[end:]
     if draw is not None:
-        whole = [whole[at] for at in draw.permutation(len(whole))]
-    return np.array([index for part in whole for index in part] + rest, dtype=np.int64)
+        runs = [runs[at] for at in draw.permutation(len(runs))]
+    return np.array([index for run in runs for index in run] + remaining, dtype=np.int64)
 
 
 def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
     """Group rows by size and stack them; the loss is divided by `count`.
 
-    Groups of zero weight are appended up to `passes` groups: at stage 3 all ranks take part in the all-gathers of every
+    Groups of zero weight are added up to `passes` groups: at stage 3 all ranks take part in the all-gathers of every
     forward pass, so a rank with fewer passes would block the others.
     """
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.latents.shape), []).append(row)
-    made = [_group(members) for members in groups.values()]
-    made += [replace(made[0], weights=torch.zeros_like(made[0].weights))] * (passes - len(made))
-    return ImageBatch(tuple(made), tokens=sum(row.weight > 0 for row in rows), target_count=count)
+    stacked = [_stack(members) for members in groups.values()]
+    stacked += [replace(stacked[0], weights=torch.zeros_like(stacked[0].weights))] * (passes - len(stacked))
+    return ImageBatch(tuple(stacked), tokens=sum(row.weight > 0 for row in rows), target_count=count)
 
 
-def _group(rows: Sequence[_Row]) -> Group:
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        found.append(row.samples.store.conditions(row.caption) | {SIZES: size_conditions(row.entry)})
+def _stack(rows: Sequence[_Row]) -> Group:
+    conditions = [row.samples.store.conditions(row.caption) | {SIZES: build_size_conditions(row.entry)} for row in rows]
     return Group(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),
         torch.tensor([row.time for row in rows], dtype=torch.float64),
-        {name: torch.stack([each[name] for each in found]) for name in found[0]},
+        {name: torch.stack([each[name] for each in conditions]) for name in conditions[0]},
         torch.tensor([row.weight for row in rows]),
     )
 
 
-def size_conditions(entry: Entry) -> Tensor:
+def build_size_conditions(entry: Entry) -> Tensor:
     """Return SDXL's conditioning: original height and width, top and left of the crop, target height and width."""
     (width, height), (left, top) = entry.original, entry.crop
     return torch.tensor([height, width, top, left, entry.height, entry.width], dtype=torch.float32)

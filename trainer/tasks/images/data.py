@@ -1,9 +1,8 @@
-"""A cache of latents and conditions, encoded once by the VAE and text encoders and keyed by content and settings.
+"""Prepare images: a cache of latents and conditions, computed by VAE and text encoders, keyed by content and settings.
 
-The VAE encodes an image to a mean and a standard deviation, from which training samples each time.
+The VAE encodes an image as a mean and a standard deviation; training draws a new sample from them each time.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import RunConfig, SourceSection
-from trainer.data.built_folder import load_or_build
-from trainer.data.grouping import held_out_count, weighted
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, cut_captions, encode
+from trainer.data.built_folder import digest_json, load_or_build
+from trainer.data.grouping import count_held_out, repeat_by_weight
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_cut_captions, encode
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.sizes import Fit, bucket_sizes, fit
+from trainer.tasks.images.sizes import Fit, bucket_sizes, fit_to_bucket
 from trainer.tasks.images.source_images import SourceImage, read_images
 
 CACHE_FORMAT = 4
@@ -42,10 +40,6 @@ class ImageStats:
     prompt_text: None = None
     skipped: dict[str, int] = field(default_factory=dict)
     """Always empty for images."""
-
-    @property
-    def documents(self) -> int:
-        return self.records
 
     @property
     def target_tokens(self) -> int:
@@ -99,14 +93,14 @@ class ImageSamples:
 
 @dataclass
 class Store:
-    """The tensors of a complete cache folder; files are opened on demand."""
+    """The tensors of a complete cache folder; opens files on demand."""
 
     folder: Path
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
 
     def latents(self, number: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation [C, H, W] of an image's latent, fp32."""
+        """Return the mean and the standard deviation [C, H, W] of an image's latent, fp32."""
         name = f"{number}.flipped" if flipped else str(number)
         file = self._file(f"latents-{number // IMAGES_PER_FILE:04d}.safetensors")
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
@@ -147,16 +141,16 @@ class _Plan:
     fits: list[Fit]
     captions: list[str]
     skipped: list[str]
-    """A line for each kind of skipped file."""
+    """A message for each kind of skipped file."""
 
 
-def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda line: None) -> PreparedImages:
+def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line: None) -> PreparedImages:
     """Read and encode images and captions, or reuse the cache in dataset.cache_dir.
 
-    Several processes may call this at once; one encodes. Raises UserError for invalid data.
+    Several processes may call this at once; one of them encodes. Raises UserError for invalid data.
     """
     plan = _plan(config)
-    content = _digest([[image.digest, image.caption] for image in plan.images])
+    content = digest_json([[image.digest, image.caption] for image in plan.images])
     identity = {
         "format": CACHE_FORMAT,
         "content": content,
@@ -165,14 +159,15 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         "flip": config.image.flip,
         "encoders": pipeline.encoders_digest,
     }
-    folder = Path(config.dataset.cache_dir).expanduser() / f"images-{_digest(identity)}"
-    build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
+    folder = Path(config.dataset.cache_dir).expanduser() / f"images-{digest_json(identity)}"
+    build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
     store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
     entries = [_entry(number, plan) for number in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
     held_out, prior = parts["evaluation"], parts["prior"]
-    warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.images])]
+    cut = describe_cut_captions(pipeline, [image.caption for image in plan.images])
+    warnings = [*plan.skipped, *_warnings(plan), *cut]
     notes = (*filter(None, [note]), *(f"warning: {line}" for line in warnings))
     captions = len({image.caption for image in plan.images})
     stats = ImageStats(len(parts["train"]), captions, len(held_out), len(prior), sizes, notes)
@@ -181,7 +176,7 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         ImageSamples(store, held_out) if held_out else None,
         ImageSamples(store, prior) if prior else None,
         stats,
-        _digest([identity, plan.parts]),
+        digest_json([identity, plan.parts]),
         {"content": content, "tokenizer": pipeline.encoders_digest},
     )
 
@@ -195,45 +190,40 @@ def _plan(config: RunConfig) -> _Plan:
     draw = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
-        found, lines = read_images(source, label, image.caption)
-        images.extend(found)
+        source_images, lines = read_images(source, label, image.caption)
+        images.extend(source_images)
         skipped.extend(lines)
-        return list(range(len(images) - len(found), len(images)))
+        return list(range(len(images) - len(source_images), len(images)))
 
-    of_sources = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
-    kept = draw.permutation(len(images))[: held_out_count(data, len(images))]
-    parts["evaluation"] = np.sort(kept).tolist()
-    rest = [numbers[~np.isin(numbers, kept)] for numbers in of_sources]
+    numbers_by_source = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
+    held_out = draw.permutation(len(images))[: count_held_out(data, len(images))]
+    parts["evaluation"] = np.sort(held_out).tolist()
+    train = [numbers[~np.isin(numbers, held_out)] for numbers in numbers_by_source]
     if data.mix:
-        rest = [
-            weighted(numbers, source.weight, draw, label)
-            for numbers, (label, source) in zip(rest, sources, strict=True)
+        train = [
+            repeat_by_weight(numbers, source.weight, draw, label)
+            for numbers, (label, source) in zip(train, sources, strict=True)
         ]
-    parts["train"] = np.concatenate(rest).tolist()
+    parts["train"] = np.concatenate(train).tolist()
     if data.evaluation is not None:
         parts["evaluation"] = read(data.evaluation, "dataset.evaluation")
     if image.prior is not None:
         parts["prior"] = read(image.prior, "image.prior")
     sizes = bucket_sizes(image)
-    fits = [fit(image.width, image.height, sizes) for image in images]
+    fits = [fit_to_bucket(image.width, image.height, sizes) for image in images]
     texts = [image.caption for image in images] + list(config.logging.sample_prompts) + [""]
     return _Plan(images, parts, fits, list(dict.fromkeys(texts)), skipped)
 
 
 def _warnings(plan: _Plan) -> list[str]:
-    """Return warnings about converted images, and about data that is allowed but rarely intended."""
+    """Return warnings about converted images, and about data that is valid but rarely intended."""
     total = len(plan.images)
     changes = Counter(chain.from_iterable(image.changes for image in plan.images))
-    found = [f"{count:,} of {total:,} images {text}" for text, count in changes.items()]
     empty = sum(not image.caption for image in plan.images)
-    if empty:
-        found.append(
-            f"{empty:,} of {total:,} images have an empty caption; image.caption_dropout drops captions at random"
-        )
     enlarged = sum(fitted.scaled[0] > image.width for image, fitted in zip(plan.images, plan.fits, strict=True))
-    if enlarged:
-        found.append(f"{enlarged:,} of {total:,} images are smaller than their training size; enlarging blurs them")
-    return found
+    changes["have an empty caption; to drop captions at random, set image.caption_dropout"] = empty
+    changes["are smaller than their training size, so enlarging blurs them"] = enlarged
+    return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 
 def _entry(number: int, plan: _Plan) -> Entry:
@@ -241,7 +231,3 @@ def _entry(number: int, plan: _Plan) -> Entry:
     caption = plan.captions.index(image.caption)
     original = image.width, image.height
     return Entry(image.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
-
-
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())

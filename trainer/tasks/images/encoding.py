@@ -1,8 +1,9 @@
-"""Encoding of images by the VAE and of captions by the text encoders, into a folder of safetensors files."""
+"""Encode images with the VAE and captions with the text encoders, into a folder of safetensors files."""
 
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.tasks.images.source_images import SourceImage
 
 IMAGES_PER_FILE = 512
 CAPTIONS_AT_ONCE = 4
-TOLD_EVERY = 100
+LOG_EVERY = 100
 
 
 @torch.no_grad()
@@ -32,30 +33,26 @@ def encode(
     folder: Path,
     *,
     flip: bool,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write latents-N.safetensors and captions-N.safetensors, with one encoder at a time in memory.
+    """Write latents-N.safetensors and captions-N.safetensors, with one encoder in memory at a time.
 
     Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] of image I, fp32; `I.NAME` of caption I, in the
     compute dtype of the text encoders (bf16 on a GPU).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _write(folder, "captions", _conditions(pipeline, captions, device))
-    _write(folder, "latents", _latents(pipeline, images, fits, device, flip=flip, tell=tell))
+    _write(folder, "latents", _latents(pipeline, images, fits, device, flip=flip, log=log))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
-    held: dict[str, Tensor] = {}
-    number = 0
-    for index, found in tensors:
-        if index // IMAGES_PER_FILE != number:
-            save_file(held, folder / f"{name}-{number:04d}.safetensors")
-            held, number = {}, index // IMAGES_PER_FILE
-        held |= {f"{index}.{key}": value.cpu().contiguous().clone() for key, value in found.items()}
-    save_file(held, folder / f"{name}-{number:04d}.safetensors")
+    for number, group in groupby(tensors, key=lambda entry: entry[0] // IMAGES_PER_FILE):
+        values = {f"{index}.{key}": value for index, encoded in group for key, value in encoded.items()}
+        values = {key: value.cpu().contiguous().clone() for key, value in values.items()}
+        save_file(values, folder / f"{name}-{number:04d}.safetensors")
 
 
 def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.device) -> Iterator[tuple[int, Conditions]]:
@@ -82,7 +79,7 @@ def _latents(
     device: torch.device,
     *,
     flip: bool,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     vae = None if pipeline.folder is None else load_vae(pipeline, device)
     for index, (image, fitted) in enumerate(zip(images, fits, strict=True)):
@@ -91,13 +88,13 @@ def _latents(
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
             mean, std = _random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
             found |= {f"{name}mean": mean, f"{name}std": std}
-        if (index + 1) % TOLD_EVERY == 0:
-            tell(f"{index + 1:,} of {len(images):,} images encoded")
+        if (index + 1) % LOG_EVERY == 0:
+            log(f"{index + 1:,} of {len(images):,} images encoded")
         yield index, found
 
 
 def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
-    """Load the VAE in fp32; SDXL's overflows in 16 bits."""
+    """Load the VAE in fp32, since SDXL's overflows in 16 bits."""
     import diffusers
 
     assert pipeline.folder is not None
@@ -110,24 +107,24 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
 
 
 def image_to_tensor(image: Any) -> Tensor:
-    """Return the pixels of an image as [3, H, W] between -1 and 1."""
+    """Return the pixels of an image as [3, H, W] in [-1, 1]."""
     values = torch.from_numpy(np.array(image, dtype=np.float32))
     return values.permute(2, 0, 1) / 127.5 - 1.0
 
 
 def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation [C, H, W] of the latent, normalized for the denoiser: (z - shift) * scale.
+    """Return the mean and the standard deviation [C, H, W] of the normalized latent, (z - shift) * scale.
 
-    FLUX.2's VAE has a batch norm over squares of 2 x 2 latents instead, with constant statistics.
+    FLUX.2's VAE normalizes squares of 2 x 2 latents with the constant statistics of a batch norm instead.
     """
-    found = vae.encode(pixels[None]).latent_dist
+    distribution = vae.encode(pixels[None]).latent_dist
     if hasattr(vae, "bn"):
-        mean, std = (pixel_unshuffle(each[0], 2) for each in (found.mean, found.std))
+        mean, std = (pixel_unshuffle(each[0], 2) for each in (distribution.mean, distribution.std))
         shift, scale = (each.view(-1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
         deviation = (scale + vae.config.batch_norm_eps).sqrt()
         return (mean - shift) / deviation, std / deviation
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
-    return (found.mean[0] - shift) * scale, found.std[0] * scale
+    return (distribution.mean[0] - shift) * scale, distribution.std[0] * scale
 
 
 def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,8 +144,8 @@ def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
 
 
-def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
-    """Return a line for each token limit that captions exceed, with the text encoders that have it."""
+def describe_cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+    """Return a warning for each token limit that captions exceed, with the text encoders that have it."""
     import diffusers
     import transformers
 
@@ -171,8 +168,8 @@ def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
         too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
     more = [f"; {' and '.join(names)} read up to {limit}" for limit, names in readers.items() if not too_long[limit]]
     return [
-        f"{count:,} of {len(captions):,} captions have more than the {limit} tokens read by "
-        f"{' and '.join(readers[limit])}, and are cut there{''.join(more)}"
+        f"{count:,} of {len(captions):,} captions are cut to the {limit} tokens read by "
+        f"{' and '.join(readers[limit])}{''.join(more)}"
         for limit, count in too_long.items()
         if count
     ]

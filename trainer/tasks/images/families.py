@@ -1,4 +1,4 @@
-"""The supported pipelines: how captions are encoded and how their denoisers are called.
+"""The supported pipelines: how to encode captions and call the denoisers.
 
 Shapes: B images, C channels, H and W height and width of latents, T tokens of a caption.
 """
@@ -29,16 +29,16 @@ class Family:
     scheduler: str
     """Class of the scheduler that adds noise in training."""
     patch: int
-    """Sides of latents must be multiples of this."""
+    """Divisor of the sides of latents."""
     text_encoders: tuple[str, ...]
     guided: bool
-    """Whether samples are drawn with a negative prompt (classifier-free guidance)."""
+    """Whether sampling uses a negative prompt (classifier-free guidance)."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> conditions, each [B, ...]."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
-    """Side of the squares of VAE latents that are packed into the channels of one latent."""
+    """Side of the squares of VAE latents packed into the channels of one latent."""
 
     @property
     def flow(self) -> bool:
@@ -47,10 +47,10 @@ class Family:
 
     def pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
         """Return the arguments that replace prompts in a call of the pipeline."""
-        given = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
+        arguments = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
         if negative is not None and self.guided:
-            given |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
-        return given
+            arguments |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
+        return arguments
 
 
 PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
@@ -60,8 +60,8 @@ def _encode(
     pipeline: Any, captions: Sequence[str], device: torch.device, *, indices: dict[str, int], **options: Any
 ) -> Conditions:
     """Return the conditions at their `indices` in the result of diffusers' `encode_prompt`."""
-    found = pipeline.encode_prompt(list(captions), device=device, **options)
-    return {name: found[index] for name, index in indices.items()}
+    encoded = pipeline.encode_prompt(list(captions), device=device, **options)
+    return {name: encoded[index] for name, index in indices.items()}
 
 
 UNGUIDED: dict[str, Any] = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}

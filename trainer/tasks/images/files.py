@@ -1,7 +1,7 @@
-"""The adapter in the formats of diffusers and of kohya's scripts, which ComfyUI and others read.
+"""Convert adapters to the formats of diffusers and of kohya's scripts, which ComfyUI and others read.
 
-kohya: a layer is named after its path in the model's original implementation, with underscores for dots. Next to the
-factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. Where the original has
+kohya: a layer is named by its path in the model's original implementation, with underscores for dots. Next to the
+factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original has
 one matrix for several of diffusers (queries, keys, values), their factors are combined without loss: downs are stacked,
 ups are placed along the diagonal, and ranks and alphas add up.
 
@@ -47,9 +47,9 @@ def write_for_diffusers(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the adapter's tensors, named by the denoiser's name in the pipeline and layer."""
-    found: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    return {name.removeprefix(PEFT_PREFIX): each for name, each in found.items()}
+    """Return the adapter's tensors, named by the pipeline's component and the layer."""
+    tensors: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 @cache
@@ -62,10 +62,9 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     """Return the adapter in `folder` as kohya tensors. Raises UserError for DoRA or a layer without a kohya name."""
     settings, factors = read_adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
     if settings.get("use_dora"):
-        raise UserError(
-            "lora.dora=true: programs that read kohya's format do not agree on DoRA's magnitudes; export with --format "
-            "peft, which diffusers loads, or --format hf, the whole pipeline"
-        )
+        problem = "programs that read kohya's format do not agree on DoRA's magnitudes"
+        fix = "use --format peft for diffusers, or --format hf for the complete pipeline"
+        raise UserError(f"lora.dora=true: {problem}; {fix}")
     for name, tensor in read_tensors(folder).items():
         path, _, side = name.partition(".lora_")
         factors[path]["down" if side[0] == "A" else "up"] = tensor
@@ -92,27 +91,27 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
 
 
 def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
-    """Return the layer's kohya name, its index among the layers combined under this name, and all of these."""
-    own = path.partition(".")[2]
+    """Return the layer's kohya name, its index among the layers combined under this name, and these layers."""
+    layer = path.partition(".")[2]
     if pipeline.family.name not in load_blocks():
-        return f"lora_unet.{own}", 0, (own,)
-    pieces = own.split(".", 2)
+        return f"lora_unet.{layer}", 0, (layer,)
+    pieces = layer.split(".", 2)
     blocks = load_blocks()[pipeline.family.name].get(pieces[0], {"name": "", "layers": {}})
     for name, layers in blocks["layers"].items():
-        together = tuple(layers.split())
-        if pieces[-1] in together:
-            return f"lora_unet.{blocks['name']}.{pieces[1]}.{name}", together.index(pieces[-1]), together
+        combined = tuple(layers.split())
+        if pieces[-1] in combined:
+            return f"lora_unet.{blocks['name']}.{pieces[1]}.{name}", combined.index(pieces[-1]), combined
     raise UserError(
-        f"{own}: an adapted layer without a name in kohya's format; export with --format peft, which diffusers loads, "
-        "or train attention and feed-forward alone (lora.target_modules: all-linear)"
+        f"{layer}: this adapted layer has no name in kohya's format; use --format peft for diffusers, or train only "
+        "attention and feed-forward layers (lora.target_modules: all-linear)"
     )
 
 
-def _build_block_diagonal(ups: dict[int, Tensor], together: tuple[str, ...], pipeline: Pipeline) -> Tensor:
-    """Combine factors into one of [sum of widths, sum of ranks], with zeros for layers without an adapter."""
+def _build_block_diagonal(ups: dict[int, Tensor], combined: tuple[str, ...], pipeline: Pipeline) -> Tensor:
+    """Combine factors to one of shape [sum of widths, sum of ranks], with zeros for layers without an adapter."""
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
-    widths = [4 * inner if name == "proj_mlp" else inner for name in together]
+    widths = [4 * inner if name == "proj_mlp" else inner for name in combined]
     up = torch.zeros(sum(widths), sum(each.shape[1] for each in ups.values()), dtype=next(iter(ups.values())).dtype)
     column = 0
     for at, each in sorted(ups.items()):

@@ -1,4 +1,4 @@
-"""The denoiser wrapped as a model: loading module by module, default LoRA targets, transformer blocks."""
+"""The denoiser wrapped as a model: loaded module by module, with default LoRA targets and transformer blocks."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from trainer.tasks.images.families import Conditions, Family
 from trainer.tasks.images.pipeline import Pipeline
 
 ATTENTION = ("attn", "attn1")
-"""Names of the first attention module of a transformer block in diffusers."""
+"""Names of a transformer block's first attention module in diffusers."""
 
 
 class ModelSettings(SimpleNamespace):
@@ -30,13 +30,13 @@ class ModelSettings(SimpleNamespace):
 
 
 class ImageModel(nn.Module):
-    """The denoiser as a submodule with its name in the pipeline, so that saved adapters have diffusers' names."""
+    """The denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
     """Read by PEFT if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Build the modules without memory for weights."""
+        """Build the modules without allocating weights."""
         super().__init__()
         denoiser, family = pipeline.empty_denoiser(), pipeline.family
         self.family: Family = family
@@ -89,23 +89,22 @@ class ImageModel(nn.Module):
         self.denoiser.enable_gradient_checkpointing()
 
     def gradient_checkpointing_disable(self) -> None:
-        """Disable recomputation."""
         self.denoiser.disable_gradient_checkpointing()
 
 
 def transformer_blocks(model: nn.Module) -> list[str]:
-    """Return the paths of the innermost modules that contain an attention and its companions."""
-    found = []
+    """Return the paths of the modules that have an attention module as a child."""
+    blocks = []
     for path, module in model.named_modules():
         children = dict(module.named_children())
         attention = next((children[name] for name in ATTENTION if name in children), None)
         if attention is not None and any(isinstance(each, nn.Linear) for each in attention.modules()):
-            found.append(path)
-    return found
+            blocks.append(path)
+    return blocks
 
 
 def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
-    """Raise UserError if weight files are missing or damaged, or have other shapes than the model."""
+    """Raise UserError if weight files are missing or damaged, or their shapes differ from the model's."""
     if pipeline.folder is not None:
         _layout(model, _open_files(pipeline, section), pipeline)
 
@@ -137,20 +136,22 @@ def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
 
 
 def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
-    """Return where all parameters and buffers are stored. Raises UserError if one is missing or has another shape."""
-    shapes, wanted = files.shapes(), dict(model.named_parameters())
-    # Files hold the denoiser alone, under its own names.
+    """Map all parameters and buffers to tensors in files. Raises UserError for missing tensors and other shapes."""
+    shapes, parameters = files.shapes(), dict(model.named_parameters())
+    # Files only contain the denoiser, with names relative to it.
     prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."
-    stored = {name: name.removeprefix(prefix) for name in (*wanted, *(name for name, _ in model.named_buffers()))}
-    _raise_if_any(pipeline, [name for name in wanted if stored[name] not in shapes], "are missing from its files")
-    of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[stored[name]]]
-    _raise_if_any(pipeline, of_other_shape, "have shapes that differ from config.json")
-    return {name: Stored(name, {name: (own,)}) for name, own in stored.items() if own in shapes}
+    stored = {name: name.removeprefix(prefix) for name in (*parameters, *dict(model.named_buffers()))}
+    missing = [name for name in parameters if stored[name] not in shapes]
+    _refuse_weights(pipeline, missing, "are missing from its files")
+    different = [name for name, each in parameters.items() if tuple(each.shape) != shapes[stored[name]]]
+    _refuse_weights(pipeline, different, "have shapes that differ from config.json")
+    return {name: Stored(name, {name: (key,)}) for name, key in stored.items() if key in shapes}
 
 
-def _raise_if_any(pipeline: Pipeline, names: Sequence[str], what: str) -> None:
+def _refuse_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:
+    """Raise UserError if there are any `names`."""
     if names:
         raise UserError(
-            f"base_model={pipeline.base_model}: {len(names)} weights {what} (first: {names[0]}); take "
-            "config.json and weights from the same model, or download it again"
+            f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); use config.json "
+            "and weights of the same model, or download it again"
         )

@@ -1,4 +1,4 @@
-"""Training objectives of image models, noise or velocity prediction at random timesteps, and their loss.
+"""Training objectives of image models (prediction of noise or velocity at random timesteps) and their loss.
 
 epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
@@ -22,18 +22,18 @@ from trainer.tasks.task import StepLoss
 
 @dataclass(frozen=True)
 class Noised:
-    """The noisy input of the model, and the target of its prediction."""
+    """The noisy input of the model and the target of its prediction."""
 
     noisy: Tensor
     target: Tensor
     times: Tensor
-    """Timesteps as the model takes them [B]."""
+    """Timesteps in the model's units [B]."""
     weights: Tensor
     """Weights of the squared errors [B]."""
 
 
 class Objective:
-    """The objective of one run; its tables follow the tensors' device."""
+    """The objective of one run; its tables move to the tensors' device."""
 
     def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
         self._scheduler: Any = pipeline.training_scheduler(image)
@@ -51,7 +51,7 @@ class Objective:
         return float(torch.sigmoid(mean + std * drawn))
 
     def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
-        """Add noise [B, C, H, W] to latents at times [B] between 0 and 1."""
+        """Add noise [B, C, H, W] to latents at times [B] in [0, 1]."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
         add_noise = self._add_flow_noise if self._flow else self._add_diffusion_noise
         return add_noise(latents, noise, index)
@@ -66,7 +66,7 @@ class Objective:
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            # min(SNR, gamma) / SNR, which is 1 if a scheduler ends without signal
+            # min(SNR, gamma) / SNR, which is 1 for a final timestep without signal.
             weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
@@ -86,7 +86,7 @@ class NoiseLoss(StepLoss):
     balancing = 0.0
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
-        """`dtype` is the compute dtype of the model; `guidance` is passed to models that take it."""
+        """`dtype` is the compute dtype of the model; `guidance` is passed to models that use it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
@@ -101,6 +101,6 @@ class NoiseLoss(StepLoss):
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
         predicted = model(noised.noisy.to(self._dtype), noised.times, conditions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
-        if torch.is_grad_enabled():  # held-out losses are not weighted, so that runs can be compared
+        if torch.is_grad_enabled():  # held-out losses are unweighted, so that they can be compared between runs
             errors = errors * noised.weights
         return (errors * to_device(group.weights, device)).sum()

@@ -1,4 +1,4 @@
-"""The diffusers pipeline that a run trains: its folder, family, and the settings of its denoiser and scheduler."""
+"""The diffusers pipeline of a run: its folder, family, and the settings of its denoiser and scheduler."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from trainer.model.published_shapes import is_random, parse_name
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
 INDEX = "model_index.json"
-VAE, TOKENS = "vae", "text_encoder"
+VAE = "vae"
 SAMPLED_BYTES = 1 << 20
 LONGEST_REASON = 300
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -44,8 +44,7 @@ class Published:
 @cache
 def load_shapes() -> dict[str, Published]:
     """Return all shapes by name."""
-    shapes = read_yaml(SHAPES_FILE).tree
-    return {name: Published(**shape) for name, shape in shapes.items()}
+    return {name: Published(**shape) for name, shape in read_yaml(SHAPES_FILE).tree.items()}
 
 
 def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
@@ -58,7 +57,7 @@ def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
 
 
 def is_pipeline(name: str, section: ModelSection) -> bool:
-    """Return whether a model is an image pipeline, as far as can be seen without the network."""
+    """Return whether a model is an image pipeline, judging by local files only."""
     if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
     return not Path(name).exists() and _cached(name, section, INDEX) is not None
@@ -93,7 +92,7 @@ class Pipeline:
 
     @property
     def side(self) -> int:
-        """Sides of images must be multiples of this."""
+        """Divisor of the sides of images."""
         return self.downsampling * self.family.patch
 
     @property
@@ -102,7 +101,7 @@ class Pipeline:
         return "" if self.folder is None else str(self.folder / self.family.denoiser)
 
     def empty_denoiser(self) -> Any:
-        """Build the denoiser's modules without memory for weights."""
+        """Build the denoiser's modules without allocating weights."""
         import diffusers
         from accelerate import init_empty_weights
 
@@ -125,14 +124,13 @@ class Pipeline:
     def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
-        left_out: dict[str, Any] = {self.family.denoiser: None}
-        listed = self.index
-        left_out |= {} if vae else {VAE: None}
-        if not text:
-            left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
-            return self._library(left_out, dtype=dtype)
-        there = [name for name in self.family.text_encoders if listed.get(name, [None])[0]]
-        return self._library(left_out | {name: self.text_encoder(name, dtype) for name in there}, dtype=dtype)
+        parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
+        if text:
+            names = [name for name in self.family.text_encoders if self.index.get(name, [None])[0]]
+            parts |= {name: self.text_encoder(name, dtype) for name in names}
+        else:
+            parts |= {name: None for name in self.index if name.startswith(("text_encoder", "tokenizer"))}
+        return self._load_library_pipeline(parts, dtype)
 
     def text_encoder(self, name: str, dtype: Any) -> Any:
         """Load a text encoder. Raises UserError if some of its weights are missing."""
@@ -140,42 +138,39 @@ class Pipeline:
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         _silence_libraries()
-        listed = self.index
         with self.reading(f"its {name}"):
-            model, found = getattr(transformers, listed[name][1]).from_pretrained(
+            model, info = getattr(transformers, self.index[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        if missing := sorted(found["missing_keys"]):
-            raise UserError(
-                f"base_model={self.base_model}: {len(missing)} weights of {name} are in none of its files (first: "
-                f"{missing[0]}); copy the pipeline again"
-            )
+        if missing := sorted(info["missing_keys"]):
+            problem = f"{len(missing)} weights of {name} are missing from its files (first: {missing[0]})"
+            raise UserError(f"base_model={self.base_model}: {problem}; copy the pipeline again")
         return model
 
-    def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
+    def _load_library_pipeline(self, parts: dict[str, Any], dtype: Any) -> Any:
         import diffusers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         _silence_libraries()
-        listed = self.index
-        parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
+        unused = ("safety_checker", "feature_extractor", "image_encoder")
+        parts |= {name: None for name in unused if name in self.index}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
         with self.reading("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     def reading(self, what: str) -> AbstractContextManager[None]:
-        """Convert exceptions of the libraries while reading files into a UserError."""
+        """Convert exceptions of libraries that read files to UserErrors."""
         return _reading(f"base_model={self.base_model}", what)
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """Content of model_index.json: the library and class of each component."""
+        """Content of model_index.json: the library and the class of each component."""
         return {} if self.folder is None else _read_json(self.folder / INDEX, f"base_model={self.base_model}")
 
     @cached_property
     def encoders_digest(self) -> str:
-        """Fingerprint of the VAE and the text encoders; the pipeline's name if they are random."""
+        """Hash of the VAE and the text encoders; the pipeline's name if they are random."""
         if self.folder is None:
             return self.base_model
         digest = xxhash.xxh3_128()
@@ -191,7 +186,7 @@ class Pipeline:
 def _reading(prefix: str, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the libraries raise many kinds
+    except Exception as error:  # the libraries may raise anything
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(f"{prefix}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
@@ -221,7 +216,7 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     known = find_family(name)
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
-        raise UserError(f"{prefix}: {INDEX} names {name}, which is not supported; choose from {names}")
+        raise UserError(f"{prefix}: {INDEX} names {name}, which is not supported; use {names}")
     _check_parts(folder, listed, known, prefix)
     vae: VaeSettings = _read_json(folder / VAE / "config.json", prefix, VaeSettings)
     settings = _read_json(folder / known.denoiser / "config.json", prefix)
@@ -242,12 +237,12 @@ def _check_parts(folder: Path, listed: dict[str, Any], family: Family, prefix: s
 
 
 def _is_single_file(path: Path) -> bool:
-    in_model_folder = (path.parent / "config.json").is_file()  # as the weights of a language model are
+    in_model_folder = (path.parent / "config.json").is_file()  # like the weights of a language model
     return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
 def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
-    """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
+    """Return the folder of a pipeline; from the hub, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
         return _convert(path, section)
@@ -260,12 +255,12 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
     check_source("base_model", base_model)
     disable_retries_without_network(base_model)
     try:
-        # Many repositories contain the weights several times, for other tools and in other precisions.
+        # Many repositories contain the weights several times, for different tools and precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
         found = snapshot_download(
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
-    except Exception as error:  # the hub's library raises many kinds
+    except Exception as error:  # the hub's library may raise anything
         raise build_load_error("base_model", base_model, error) from None
     return Path(found)
 
@@ -274,7 +269,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
-    the file has only the denoiser, as for Flux, all other components come from there too.
+    the file only has the denoiser, as for Flux, so do all other components.
     """
     import diffusers
     import torch
@@ -290,10 +285,10 @@ def _convert(file: Path, section: ModelSection) -> Path:
         origin = _find_folder(source, section, wanted)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
-        raise UserError(f"{prefix}: has only weights, and their settings are missing; {fix} ({error})") from None
+        raise UserError(f"{prefix}: has weights without settings ({error}); {fix}") from None
     family = find_family(str(_read_json(origin / INDEX, prefix).get("_class_name")))
     if family is None:
-        raise UserError(f"{prefix}: model.pipeline={source} is not of a supported kind; use another")
+        raise UserError(f"{prefix}: the kind of model.pipeline={source} is not supported; use another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 

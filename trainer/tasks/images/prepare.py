@@ -1,4 +1,4 @@
-"""Check a run on images and prepare its data, before any weight of the denoiser is loaded."""
+"""Check a run on images and prepare its data, before any weights of the denoiser are loaded."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,11 +13,11 @@ from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.sizes import check_sizes
 
 
-def prepare_image_run(config: RunConfig, tell: Callable[[str], None], files: object = None) -> Prepared:
+def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> Prepared:
     """Check the pipeline and the settings, encode images and captions. Raises UserError."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
-    tell(f"checking the pipeline {config.base_model}")
+    log(f"checking the pipeline {config.base_model}")
     pipeline = read_pipeline(config.base_model, config.model)
     for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
@@ -28,32 +28,30 @@ def prepare_image_run(config: RunConfig, tell: Callable[[str], None], files: obj
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    tell(f"encoding the images of {', '.join(map(str, paths))}, or finding that done")
-    return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
+    log(f"encoding the images of {', '.join(map(str, paths))}, unless cached")
+    return Prepared(None, pipeline, prepare_images(config, pipeline, log))
 
 
 def _find_mistakes(config: RunConfig) -> Iterator[str]:
     training, image = config.training, config.image
     if config.scu.enabled:
-        yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
+        yield "scu.enabled=true: measures bits per token, which image models do not have; set it to false"
     if config.adapter == "none":
-        yield "adapter=none: of image models only adapters are trained; use lora or qlora"
+        yield "adapter=none: not supported for image models; use lora or qlora"
     for setting in find_other_task_settings(config, "image"):
-        yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
+        yield f"{setting.name}={shown(setting.value)}: only for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
-        yield (
-            f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
-            "block; use non_reentrant"
-        )
+        problem = "image models are recomputed block by block"
+        yield f"training.gradient_checkpointing={training.gradient_checkpointing}: {problem}; use non_reentrant"
     if layers := training.gradient_checkpointing_layers:
         yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
     if config.lora.modules_to_save:
         saved = shown(config.lora.modules_to_save)
-        yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; list them in lora.target_modules"
+        yield f"lora.modules_to_save={saved}: diffusers only loads LoRA; list them in lora.target_modules"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
-        yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
+        yield f"lora.init={config.lora.init}: not supported for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
-        yield "image.prior.path: missing; use a folder of images of the class"
+        yield "image.prior.path: missing; set it to a folder with images of the class"
 
 
 def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
@@ -63,10 +61,10 @@ def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str
     if flow and image.prediction != "auto":
         yield f"image.prediction={image.prediction}: {name} is trained by flow matching; use auto"
     if not flow and image.time_shift != "auto":
-        yield f"image.time_shift={image.time_shift:g}: only flow matching is shifted; use auto"
+        yield f"image.time_shift={image.time_shift:g}: only for flow matching; use auto"
     defaults = type(image)()
     for setting in ("logit_mean", "logit_std") if not flow and image.times == "auto" else ():
         if (value := getattr(image, setting)) != getattr(defaults, setting):
-            yield f"image.{setting}={value:g}: {name} draws uniform times; add image.times: logit_normal, or remove it"
+            yield f"image.{setting}={value:g}: {name} draws uniform times; set image.times: logit_normal, or remove it"
     if image.guidance != defaults.guidance and not pipeline.settings.get("guidance_embeds"):
-        yield f"image.guidance={image.guidance:g}: only models distilled from guidance take it, as Flux does; remove it"
+        yield f"image.guidance={image.guidance:g}: only for guidance-distilled models such as Flux; remove it"

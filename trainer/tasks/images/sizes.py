@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: images are resized to the pixels of a square of `image.resolution`, in the nearest shape."""
+"""Aspect-ratio buckets: sizes with about the pixels of a square of `image.resolution`, to which images are resized."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from PIL import Image
 
 from trainer.config import ImageSection, UserError
 
-LONGEST = 2.0
-"""Maximum ratio of a bucket's side to the resolution."""
+MAX_SIDE_RATIO = 2.0
+"""Maximum ratio of a bucket's longer side to the resolution."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How an image is resized: scaled to cover the size, then center-cropped."""
+    """The resizing of an image: scaled to cover the size, then center-cropped."""
 
     width: int
     height: int
@@ -34,14 +34,14 @@ def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
     if not image.buckets:
         return [(side, side)]
     sizes = {(side, side)}
-    for width in range(step, int(LONGEST * side) + 1, step):
-        height = min(int(side * side / width) // step * step, int(LONGEST * side))
-        if height >= step and min(width, height) * LONGEST >= side:
+    for width in range(step, int(MAX_SIDE_RATIO * side) + 1, step):
+        height = min(int(side * side / width) // step * step, int(MAX_SIDE_RATIO * side))
+        if height >= step and min(width, height) * MAX_SIDE_RATIO >= side:
             sizes |= {(width, height)}
     return sorted(sizes)
 
 
-def fit(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
+def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
     """Fit an image of `width` x `height` to the size with the nearest aspect ratio."""
     shape = math.log(width / height)
     to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
@@ -51,11 +51,9 @@ def fit(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
 
 
 def check_sizes(image: ImageSection, side: int) -> None:
-    """Raise UserError for sizes that the VAE and the model cannot divide into latents."""
+    """Raise UserError for sizes that are not multiples of `side`, the pixels per latent patch."""
     settings = {"resolution": image.resolution} | ({"bucket_step": image.bucket_step} if image.buckets else {})
     for name, value in settings.items():
         if value % side:
             near = max(side, round(value / side) * side)
-            raise UserError(
-                f"image.{name}={value}: sides must be multiples of {side}, as this model's VAE halves them; use {near}"
-            )
+            raise UserError(f"image.{name}={value}: must be a multiple of {side} for this model; use {near}")

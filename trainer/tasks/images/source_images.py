@@ -1,4 +1,4 @@
-"""Readers of images and captions: a folder with .txt, metadata.jsonl or metadata.csv files, or an image dataset."""
+"""Read images and captions: a folder with .txt, metadata.jsonl or metadata.csv files, or an image dataset."""
 
 import io
 from collections import Counter
@@ -13,17 +13,17 @@ from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
-from trainer.data.image_parts import damaged_image_error, decode_image, refuse_deep
+from trainer.data.image_parts import damaged_image_error, decode_image, refuse_high_depth
 from trainer.data.sources import read_source
-from trainer.data.text_files import parse_row, raw_records
+from trainer.data.text_files import parse_row, read_raw_records
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
-ON_WHITE = "have an alpha channel, and are shown on white where they are transparent"
-FIRST_FRAME = "have several frames or pages, of which the first is used"
-OTHER_COLOURS = "are in CMYK or LAB, and are converted to RGB without their colour profile"
+ON_WHITE = "have an alpha channel, and get a white background"
+FIRST_FRAME = "have several frames or pages, of which only the first is used"
+OTHER_COLORS = "are in CMYK or LAB, and are converted to RGB without their color profile"
 SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -41,23 +41,23 @@ class SourceImage:
     source: Any
     """A path, or the rows of a dataset and an index."""
     changes: tuple[str, ...] = ()
-    """Conversions that change how it looks: ON_WHITE, FIRST_FRAME, OTHER_COLOURS."""
+    """Conversions that change its appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
 
     def open(self) -> Image.Image:
-        """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
+        """Decode the image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
         image: Image.Image = decode_image(_read_image_bytes(self.source, self.name), self.name)
         return image
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
-    """Return the images of a source in a fixed order, and a line for each kind of skipped file.
+    """Return the images of a source in a fixed order, and a message for each kind of skipped file.
 
-    `caption` is for images without one. Raises UserError for a damaged image, or one without a caption.
+    `caption` is used for images that have none. Raises UserError for a damaged image, or one without a caption.
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     prefix, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
-        raise UserError(f"{prefix}: is a file; use the folder that holds the images")
+        raise UserError(f"{prefix}: is a file; use the folder of the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
@@ -66,66 +66,65 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     else:
         images = list(_read_rows(read_source(source, label), source, prefix, label, caption))
     if not images:
-        found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
-        raise UserError(f"{prefix}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
+        details = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
+        raise UserError(f"{prefix}: has no images; add files that end in {', '.join(SUFFIXES[:4])}{details}")
     return images, skipped
 
 
 def _visible_entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, without hidden ones, which notebooks and file managers create."""
+    """Return the entries of a folder, except hidden ones, which notebooks and file managers create."""
     entries = sorted(folder.rglob("*"))
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
-    """Yield a line on links without a target, and one on files that are neither images nor captions."""
-    images = {path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()}
+    """Describe broken links, and files that are neither images nor captions."""
+    images = {path for path in entries if path.suffix.lower() in SUFFIXES and path.is_file()}
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
     others = [path for path in entries if path not in used and not path.is_dir()]
     if broken := [path for path in others if not path.exists()]:
-        yield f"links without a target are skipped: {len(broken):,} (first: {broken[0].name})"
-    kinds = Counter(path.suffix.lower() or "no ending" for path in others if path.exists())
+        yield f"skipped {len(broken):,} broken links (first: {broken[0].name})"
+    kinds = Counter(path.suffix.lower() or "no suffix" for path in others if path.exists())
     if kinds:
-        listed = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
-        yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
+        counts = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
+        yield f"skipped {sum(kinds.values()):,} files that are neither images nor captions of one: {counts}"
 
 
 def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | None) -> Iterator[SourceImage]:
-    files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
+    files = [path for path in entries if path.suffix.lower() in SUFFIXES and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
-    captions = _metadata(folder, prefix, set(names.values()))
-    found = {path: _read_caption(path, captions.get(name)) for path, name in names.items()}
-    without = [path for path, text in found.items() if text is None]
-    if without and caption is None:
+    metadata = _read_metadata(folder, prefix, set(names.values()))
+    captions = {path: _read_caption(path, metadata.get(name)) for path, name in names.items()}
+    missing = [path for path, text in captions.items() if text is None]
+    if missing and caption is None:
         raise UserError(
-            f"{prefix}: no caption for {without[0].name} ({len(without)} of {len(found)} have none); write it to "
-            f"{without[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
+            f"{prefix}: no caption for {missing[0].name} ({len(missing)} of {len(captions)} have none); write it to "
+            f"{missing[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
         )
-    for path, text in found.items():
+    for path, text in captions.items():
         yield _describe(str(path), caption if text is None else text, path)
 
 
-def _read_caption(file: Path, listed: str | None) -> str | None:
-    """Return the text file next to an image, or else `listed`. Raises UserError if the file cannot be read."""
+def _read_caption(file: Path, default: str | None) -> str | None:
+    """Return the text file next to an image, else `default`. Raises UserError if the file cannot be read."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
-        return listed
+        return default
 
 
-def _metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
-    """Return captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
+def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
+    """Read captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
-        rows = raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()
+        rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
             record, place = parse_row(row), f"{prefix}: {file}, record {number}"
             name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
                 raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
             if str(Path(name)) not in names:
-                fix = "correct file_name, or remove the record"
-                raise UserError(f"{place}: the folder has no image {name}; {fix}")
+                raise UserError(f"{place}: the folder has no image {name}; fix file_name, or remove the record")
             captions[str(Path(name))] = record[field]
     return captions
 
@@ -137,22 +136,18 @@ def _read_rows(rows: Any, source: SourceSection, prefix: str, label: str, captio
     image = source.fields.get("image") or next((name for name in IMAGE_FIELDS if name in columns), None)
     text = source.fields.get("caption") or next((name for name in CAPTION_FIELDS if name in columns), None)
     if image not in columns or (text not in columns and (caption is None or text is not None)):
-        what = "images" if image not in columns else "captions"
-        raise UserError(
-            f"{prefix}: no column of {what} (there are {', '.join(columns)}); set them with {label}.fields: "
-            "{image: ..., caption: ...}"
-        )
+        kind = "images" if image not in columns else "captions"
+        problem = f"has no column of {kind}, but {', '.join(columns)}"
+        raise UserError(f"{prefix}: {problem}; set {label}.fields: {{image: ..., caption: ...}}")
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
-    except Exception as error:  # pyarrow raises many kinds
-        raise UserError(f"{prefix}: column {image} holds no images ({error}); use another in {label}.fields") from None
-    for index, found in enumerate(rows[text] if text else [None] * len(rows)):
-        name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
-        if not isinstance(shown, str):
-            raise UserError(
-                f"{name}: has no text in column {text}; write a caption, or set image.caption for all of them"
-            )
-        yield _describe(name, shown, (rows, index, image))
+    except Exception as error:  # pyarrow may raise anything
+        raise UserError(f"{prefix}: column {image} has no images ({error}); set another in {label}.fields") from None
+    for index, value in enumerate(rows[text] if text else [None] * len(rows)):
+        name, row_caption = f"{source.path}, record {index + 1}", caption if value is None else value
+        if not isinstance(row_caption, str):
+            raise UserError(f"{name}: has no text in column {text}; write a caption, or set image.caption for all")
+        yield _describe(name, row_caption, (rows, index, image))
 
 
 def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
@@ -160,18 +155,18 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
         data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            refuse_deep(image, name)
+            refuse_high_depth(image, name)
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
-            happens = {
+            applies = {
                 ON_WHITE: image.has_transparency_data,
                 FIRST_FRAME: getattr(image, "is_animated", False),
-                OTHER_COLOURS: image.mode in ("CMYK", "LAB"),
+                OTHER_COLORS: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise damaged_image_error(name, error) from None
     assert caption is not None, f"{name}: an image without caption was not refused"
-    changes = tuple(text for text, is_so in happens.items() if is_so)
+    changes = tuple(change for change, is_made in applies.items() if is_made)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 

@@ -5,20 +5,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import yaml
 
 from trainer.config import ImageSection, RunConfig
 from trainer.contract.known_versions import require
 from trainer.data.prepared import Prepared
 from trainer.monitor.metrics import Record
+from trainer.monitor.report.charts import render_template
+from trainer.monitor.report.model_card import MARKER, is_on_hub, public_name, python_path
+from trainer.monitor.report.write import metric_values
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.tasks.images.batches import ImageBatch, ImageBatches, image_evaluation
-from trainer.tasks.images.card import image_card
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.families import Conditions
-from trainer.tasks.images.files import write_for_diffusers
+from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
@@ -36,7 +39,7 @@ class ImageTask(Task):
     formats = ("peft", "kohya", "hf")
     unsupported: ClassVar[Mapping[str, str]] = {
         "generate": "images are generated with diffusers; see its README.md",
-        "serve": "serve is for models that write text; zerolora export writes it for diffusers and ComfyUI",
+        "serve": "serve is for models that write text; zerolora export converts it for diffusers and ComfyUI",
         "eval": "its held-out loss is in metrics.jsonl",
         "merge --quantize": "--quantize is for language models; merge without it",
         "merge --dtype=stored": "--dtype=stored is for language models; merge without it",
@@ -53,7 +56,6 @@ class ImageTask(Task):
         self._objective = Objective(self._pipeline, config.image)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> ImageModel:
-        """Load the denoiser, quantized for `adapter: qlora`."""
         return load_image_model(
             self._pipeline,
             self._config.model,
@@ -65,7 +67,7 @@ class ImageTask(Task):
         )
 
     def small_pass(self, model: Any) -> object:
-        """Run the smallest image that the model takes, with the first caption."""
+        """Run a forward pass on the smallest image that the model accepts, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
         device = self._device
@@ -96,7 +98,6 @@ class ImageTask(Task):
         )
 
     def evaluation(self) -> Iterable[ImageBatch]:
-        """Return held-out batches with fixed timesteps and noise."""
         training, samples = self._config.training, self._data.evaluation
         assert samples is not None
         return image_evaluation(
@@ -107,7 +108,6 @@ class ImageTask(Task):
         )
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """Draw an image for each sample prompt."""
         prompts = self._config.logging.sample_prompts
         if not prompts or self._pipeline.folder is None:
             return
@@ -121,12 +121,43 @@ class ImageTask(Task):
         self._say(f"sample images, step {step}: {len(images)} in samples/")
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a writer of the adapter in diffusers' format."""
         return write_for_diffusers
 
     @classmethod
     def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
-        return image_card(config, read_pipeline(config.base_model, config.model), records, name)
+        return _write_card(config, read_pipeline(config.base_model, config.model), records, name)
+
+
+def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], name: str) -> str:
+    base = public_name(config.base_model)
+    sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
+    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+    front |= {"base_model": base} if is_on_hub(base) else {}
+    front["tags"] = ["lora", "diffusers", "text-to-image", "zerolora"]
+    rows = [
+        ("data", ", ".join(map(public_name, sources))),
+        ("resolution", f"{config.image.resolution}, {'buckets' if config.image.buckets else 'squares'}"),
+        ("adapter", f"{config.adapter}, r={config.lora.r}, alpha={config.lora.alpha:g}"),
+        ("steps", f"{max((record['step'] or 0 for record in records), default=0):,.0f}"),
+        ("learning rate", f"{config.training.learning_rate:g}, {config.training.lr_scheduler}"),
+        ("seed", str(config.seed)),
+    ]
+    if len(losses := metric_values(records, "eval/loss")) > 1:
+        rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
+    uploaded = not Path(name).is_absolute()
+    return render_template(
+        "image_card.md.jinja",
+        front=yaml.safe_dump(front, sort_keys=False),
+        ours=MARKER,
+        title=name.rpartition("/")[2],
+        base=base,
+        prompts=list(config.logging.sample_prompts),
+        pipeline=pipeline.family.pipeline,
+        adapter=f'"{name}"' if uploaded else python_path(name),
+        base_path=python_path(config.base_model, uploaded=uploaded),
+        file=DIFFUSERS,
+        rows=rows,
+    )
 
 
 @torch.no_grad()
@@ -140,21 +171,21 @@ def draw_samples(
     device: torch.device,
     seed: int,
 ) -> list[Any]:
-    """Draw an image (PIL) for each prompt, always with the same seeds; every rank must call it.
+    """Generate an image (PIL) for each prompt, always with the same seeds; every rank must call it.
 
-    `captions` holds the cached conditions of each prompt, and of the empty prompt for classifier-free guidance.
+    `captions` has the cached conditions of each prompt, and of the empty prompt for classifier-free guidance.
     """
     model = engine.module.get_base_model()
     was_training = engine.module.training
     engine.eval()
-    drawn = build_sampling_pipeline(model.denoiser, pipeline, device)
+    sampler = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
-        given, empty = (_rows(captions[each], device, model.dtype) for each in (prompt, ""))
-        arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(given, negative=empty))
+        conditions, empty = (_add_row_dimension(captions[each], device, model.dtype) for each in (prompt, ""))
+        arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(conditions, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
-        found = drawn(
+        latents = sampler(
             **arguments,
             height=image.resolution,
             width=image.resolution,
@@ -162,31 +193,31 @@ def draw_samples(
             generator=torch.Generator().manual_seed(seed + index),
             output_type="latent",
         ).images
-        images.append(_decode(drawn, found, image.resolution))
-    drawn.vae.to("cpu")
+        images.append(_decode(sampler, latents, image.resolution))
+    sampler.vae.to("cpu")
     engine.train(was_training)
     return images
 
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
-    """Build the pipeline with this denoiser, a VAE in 32 bits and no text encoders."""
-    drawn = pipeline.encoder(torch.float32, text=False, vae=True)  # the pipeline derives the latent size from its VAE
-    drawn.register_modules(**{pipeline.family.denoiser: denoiser})
-    drawn.vae.to(device)
-    drawn.set_progress_bar_config(disable=True)
-    return drawn
+    """Build diffusers' pipeline with this denoiser, a VAE in fp32 and no text encoders."""
+    sampler = pipeline.encoder(torch.float32, text=False, vae=True)  # diffusers derives the latent size from the VAE
+    sampler.register_modules(**{pipeline.family.denoiser: denoiser})
+    sampler.vae.to(device)
+    sampler.set_progress_bar_config(disable=True)
+    return sampler
 
 
-def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> Conditions:
+def _add_row_dimension(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> Conditions:
     return {name: value[None].to(device, dtype) for name, value in conditions.items()}
 
 
-def _decode(drawn: Any, latents: torch.Tensor, side: int) -> Any:
-    """Decode latents to an image, as the pipeline itself does."""
-    vae = drawn.vae
-    if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches themselves
-        latents = require(drawn, "_unpack_latents", "diffusers")(latents, side, side, drawn.vae_scale_factor)
+def _decode(sampler: Any, latents: torch.Tensor, side: int) -> Any:
+    """Decode latents to an image like the pipeline."""
+    vae = sampler.vae
+    if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches
+        latents = require(sampler, "_unpack_latents", "diffusers")(latents, side, side, sampler.vae_scale_factor)
     latents = latents.float()
-    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done this
+    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has already denormalized them
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-    return drawn.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]
+    return sampler.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]
