@@ -30,7 +30,7 @@ from trainer.model.base import load_base_model
 from trainer.model.image_reader import FAMILIES, cache_features
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.packed_attention import VARLEN, set_varlen
-from trainer.patches.packing_probe import keep_documents_apart
+from trainer.patches.packing_probe import separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
 from trainer.tasks.language import LanguageTask
@@ -145,7 +145,7 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         if attention == VARLEN:
             set_varlen(model.get_base_model())
         loss = task.loss(model, fused_head=decided.fused_head.value)
-        task.flat_packs = keep_documents_apart(loss, model, prepared.tokenizer.pad_token_id, CPU)
+        task.flat_packs = separate_documents(loss, model, prepared.tokenizer.pad_token_id, CPU)
         assert task._images is not None and isinstance(prepared.data.train, Samples)
         cache = root / "cache"
         task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)

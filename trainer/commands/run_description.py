@@ -14,7 +14,7 @@ from trainer.data.step_count import (
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
 from trainer.model.stored_settings import kept_form
 from trainer.model.targets import unadapted_layers
-from trainer.patches.mamba import unadapted_lines
+from trainer.patches.mamba import describe_unadapted
 from trainer.setup.kinds import kind_of
 
 
@@ -64,4 +64,4 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += rank_lines(config.lora) + unadapted_layers(peft_model, config.lora)
-    return trained, lines + unadapted_lines(peft_model)
+    return trained, lines + describe_unadapted(peft_model)

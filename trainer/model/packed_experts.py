@@ -261,7 +261,7 @@ class FrozenLinearGrouped(nn.Linear):
         return ops.grouped_linear(x.to(self.compute_dtype), self.weight, self.layout, self.bias).to(x.dtype)
 
 
-@replaces("the forward of quantised experts")
+@replaces("the forward of quantized experts")
 def compute_dequantized(module: nn.Module) -> None:
     """Replace the forward of a module with packed experts by one on dequantised weights."""
     module.forward = partial(forward_frozen, module, module.forward)

@@ -36,9 +36,9 @@ from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
+from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.mamba import unadapted_lines
+from trainer.patches.mamba import describe_unadapted
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -79,7 +79,7 @@ class Builder:
             with announce_partitioning(self._engine_config):
                 sections = [(run.lora, run.seed) for run in config.runs]
                 model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
-            lines += unadapted_lines(model)
+            lines += describe_unadapted(model)
         elif config.adapter != "none":
             with announce_partitioning(self._engine_config):
                 model = apply_adapter(
@@ -91,7 +91,7 @@ class Builder:
                     task_type=task.peft_type,
                 )
             lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
-            lines += unadapted_lines(model)
+            lines += describe_unadapted(model)
         lines += install_on_adapted(model, wanted)
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
@@ -133,7 +133,7 @@ class Builder:
         if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
-        return GraphedLoss.of(loss, model, mode, say, has_experts=has_experts) or loss
+        return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss
 
     def hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
@@ -208,10 +208,10 @@ class Builder:
             return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
         return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
 
-    def _patches(self, shards: LayerShards | None) -> Wanted:
+    def _patches(self, shards: LayerShards | None) -> PatchPlan:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
         config, decided = self._config, self._decided
-        return Wanted(
+        return PatchPlan(
             training=config.training,
             backend=config.ops.backend,
             has_adapter=config.adapter != "none",
