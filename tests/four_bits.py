@@ -102,7 +102,7 @@ def _compress(value: Any, form: str) -> Tensors:
 
 
 def _pack_integers(value: Any, form: str) -> Tensors:
-    """GPTQ: 8 neighbouring inputs in a word; AWQ: 8 interleaved outputs. Zero points: 8 neighbouring outputs."""
+    """GPTQ: 8 neighboring inputs in a word; AWQ: 8 interleaved outputs. Zero points: 8 neighboring outputs."""
     import numpy as np
     import torch
 

@@ -100,7 +100,7 @@ def store_dequantised(
 ) -> Path:
     """The model of `source` in 32 bits with the values that it is trained on, its own MXFP4's or, `four_bit`, NF4's.
 
-    `device` quantises, as training in `precision` does.
+    `device` quantizes, as training in `precision` does.
     """
     import torch
     from transformers import AutoConfig

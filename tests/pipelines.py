@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
+COLORS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
 SHAPES = ("circle", "square")
 
 
@@ -19,22 +19,22 @@ def make_pipeline(folder: Path, family: str, *, seed: int = 0, **changes: Any) -
 
 
 def write_images(folder: Path, count: int, *, sizes: tuple[tuple[int, int], ...] = ((64, 64),), seed: int = 0) -> Path:
-    """Write coloured shapes on grey, each with a caption."""
+    """Write colored shapes on grey, each with a caption."""
     from PIL import Image, ImageDraw
 
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     for index in range(count):
-        colour, shape = draw.choice(list(COLOURS)), draw.choice(SHAPES)
+        color, shape = draw.choice(list(COLORS)), draw.choice(SHAPES)
         width, height = sizes[index % len(sizes)]
         image = Image.new("RGB", (width, height), (128, 128, 128))
         side = min(width, height) // 2
         left, top = draw.randint(0, width - side), draw.randint(0, height - side)
         box = (left, top, left + side, top + side)
         pen = ImageDraw.Draw(image)
-        (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=COLOURS[colour])
+        (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=COLORS[color])
         image.save(folder / f"{index:03d}.png")
-        (folder / f"{index:03d}.txt").write_text(f"a {colour} {shape}")
+        (folder / f"{index:03d}.txt").write_text(f"a {color} {shape}")
     return folder
 
 

@@ -64,10 +64,10 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
 
 
 def in_four_bits(model: Any) -> None:
-    """Every linear layer as bitsandbytes' NF4 layer, double quantisation and blocks of 64, as diffusers loads them.
+    """Every linear layer as bitsandbytes' NF4 layer, double quantization and blocks of 64, as diffusers loads them.
 
     Where rows do not hold whole blocks bitsandbytes 0.50.2 takes wrong scales on a CPU: such a layer, of the outermost
-    ones of tiny models, has the values that its quantisation gives of the same numbers in rows of 64.
+    ones of tiny models, has the values that its quantization gives of the same numbers in rows of 64.
     """
     import bitsandbytes as bnb
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

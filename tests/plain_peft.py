@@ -132,7 +132,7 @@ def with_adapter(
 
 
 def rounded_by_torchao(weight: torch.Tensor, kind: str, group: int | None) -> torch.Tensor:
-    """torchao's fake quantisation with the gradient that torchao gives it; scales that cut nothing off."""
+    """torchao's fake quantization with the gradient that torchao gives it; scales that cut nothing off."""
     from torchao.quantization.quant_primitives import MappingType, _fake_quantize_affine, choose_qparams_affine
 
     block, high = (1, group or weight.shape[1]), {"int8": 127, "int4": 7}[kind]
@@ -145,7 +145,7 @@ def rounded_by_torchao(weight: torch.Tensor, kind: str, group: int | None) -> to
 
 
 def _round_by_torchao(model: Any, kind: str) -> None:
-    """Every adapted layer computes with torchao's fake-quantised W + s B A; groups of 64, as a model this wide has."""
+    """Every adapted layer computes with torchao's fake-quantized W + s B A; groups of 64, as a model this wide has."""
     from peft.tuners.lora import LoraLayer
 
     def forward_of(layer: Any) -> Any:

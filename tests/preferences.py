@@ -53,7 +53,7 @@ def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
 
 
 def write_answers(path: Path, count: int, *, good: int = 1, seed: int = 3) -> Path:
-    """Write ragged labelled answers; `good` of three are good."""
+    """Write ragged labeled answers; `good` of three are good."""
     draw = random.Random(seed)
     with path.open("w") as file:
         for number in range(count):

@@ -28,7 +28,7 @@ PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"),
     "gemma4": ("embed_vision",),
 }
 """What maps image features to embeddings."""
-COLOURS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
+COLORS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
@@ -169,11 +169,11 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> 
     return folder
 
 
-def draw(path: Path, colour: tuple[int, int, int], width: int = 40, height: int = 40) -> Path:
-    """An image of one colour with a white corner."""
+def draw(path: Path, color: tuple[int, int, int], width: int = 40, height: int = 40) -> Path:
+    """An image of one color with a white corner."""
     from PIL import Image
 
-    image = Image.new("RGB", (width, height), colour)
+    image = Image.new("RGB", (width, height), color)
     image.paste((255, 255, 255), (0, 0, width // 3, height // 3))
     image.save(path)
     return path
@@ -182,7 +182,7 @@ def draw(path: Path, colour: tuple[int, int, int], width: int = 40, height: int 
 def write_vision_chats(
     folder: Path, count: int, *, seed: int = 0, text_only: float = 0.3, one_question: bool = False
 ) -> Path:
-    """Conversations about the colours of one or two images of different sizes, some of them without images.
+    """Conversations about the colors of one or two images of different sizes, some of them without images.
 
     With `one_question`, all ask the same about one image.
     """
@@ -190,16 +190,16 @@ def write_vision_chats(
     with (folder / "chats.jsonl").open("w") as file:
         for number in range(count):
             names = [
-                draw_number.choice(list(COLOURS)) for _ in range(1 if one_question else draw_number.choice((1, 1, 2)))
+                draw_number.choice(list(COLORS)) for _ in range(1 if one_question else draw_number.choice((1, 1, 2)))
             ]
             parts: list[dict[str, Any]] = []
             if number == 0 or draw_number.random() >= text_only:
                 for at, name in enumerate(names):
                     sizes = draw_number.choice((30, 60, 90)), draw_number.choice((30, 60))
                     parts.append(
-                        {"type": "image", "path": draw(folder / f"{number}-{at}.png", COLOURS[name], *sizes).name}
+                        {"type": "image", "path": draw(folder / f"{number}-{at}.png", COLORS[name], *sizes).name}
                     )
-            parts.append({"type": "text", "text": "which colour " * (1 if one_question else draw_number.randint(1, 4))})
+            parts.append({"type": "text", "text": "which color " * (1 if one_question else draw_number.randint(1, 4))})
             turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": " and ".join(names)}]
             file.write(json.dumps({"messages": turns}) + "\n")
     return folder / "chats.jsonl"

@@ -12,7 +12,7 @@ experts      grouped products of K rows per token, sorted by expert, equally man
              for each row; "norms" includes the weighted sum and that of dX, "adapter" the sorted copies of x and dY,
              which its kernels make: K + 1 times H per token each
 
-Recomputation adds the forward pass of every layer. Dequantisation is not included: a product may read 4 bits directly.
+Recomputation adds the forward pass of every layer. Dequantization is not included: a product may read 4 bits directly.
 """
 
 import json

@@ -118,7 +118,7 @@ def measure(stack: str, case: Case, assignment: Assignment) -> dict[str, Any]:
 
 
 def build_peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
-    """Build transformers' model with random weights, optionally quantised by bitsandbytes, with PEFT's adapter."""
+    """Build transformers' model with random weights, optionally quantized by bitsandbytes, with PEFT's adapter."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -146,7 +146,7 @@ def build_peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
 
 
 def _quantize(model: Any, dtype: Any) -> None:
-    """Replace every linear layer but the head by bitsandbytes' own NF4 layer, double-quantised."""
+    """Replace every linear layer but the head by bitsandbytes' own NF4 layer, double-quantized."""
     import bitsandbytes
     import torch
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.monitor.profiler import BACKWARD, OPTIMIZER, SCU, STEP
 
-FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "quantisation", "attention", "adapter"
+FROZEN, DEQUANTIZATION, ATTENTION, ADAPTER = "frozen products", "quantisation", "attention", "adapter"
 NORMS, HEAD, ELEMENTWISE, INFORMATION = "norms, activations", "head and loss", "element-wise", "SCU"
 ENGINE, COMMUNICATION, COPIES, IDLE = "engine, optimizer", "communication", "host copies", "idle"
 CONVOLUTIONS, GROUP_NORM = "convolutions", "group norm"
@@ -26,7 +26,7 @@ OF_SOME = (CONVOLUTIONS, GROUP_NORM)  # listed only for models that have them
 CATEGORIES = (
     FROZEN,
     CONVOLUTIONS,
-    DEQUANTISATION,
+    DEQUANTIZATION,
     ATTENTION,
     ADAPTER,
     GROUP_NORM,
@@ -43,7 +43,7 @@ CATEGORIES = (
 _COMMUNICATION = re.compile(r"nccl|gloo:|c10d::", re.I)
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
-_DEQUANTISATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
+_DEQUANTIZATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 # Only torch's: a fused Mamba layer is named after its conv1d.
 _CONVOLUTION = re.compile(r"aten::\w*conv(\dd|olution)")
@@ -135,8 +135,8 @@ def categorise(
         return INFORMATION
     if memcpy and re.search("HtoD|DtoH|Host", name):
         return COPIES
-    if _DEQUANTISATION.search(name):
-        return DEQUANTISATION
+    if _DEQUANTIZATION.search(name):
+        return DEQUANTIZATION
     if _HEAD.search(name) or _HEAD.search(around) or shape.vocabulary in sizes:
         return HEAD
     if _ATTENTION.search(name) or _ATTENTION.search(around):

@@ -71,7 +71,7 @@ def write_sparse_checkpoint(base_model: str, folder: Path) -> None:
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    """Draw every weight as in trainer/model/random_weights.py; bitsandbytes quantises 4-bit ones again.
+    """Draw every weight as in trainer/model/random_weights.py; bitsandbytes quantizes 4-bit ones again.
 
     The speed of a product depends on its values (the fewer bits change, the less power it draws, and the clock follows
     the power), so the peers must have weights like ours.

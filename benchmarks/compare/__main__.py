@@ -2,7 +2,7 @@
 
 A trial is one (measure, controller, lambda, seed). Each runs in its own process, benchmarks/compare/trial.py, in
 DIR/<name>: one after another, several at once on one GPU, or spread over GPUs. There is no launcher: a single rank
-needs none, and DeepSpeed's would add the seconds its two processes take to start. Finished trials are recognised by
+needs none, and DeepSpeed's would add the seconds its two processes take to start. Finished trials are recognized by
 their settings and skipped; an interrupted one starts again.
 """
 

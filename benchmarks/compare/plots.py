@@ -177,7 +177,7 @@ def name_measurement(record: dict[str, Any]) -> str:
 
 
 def _style(comparison: Comparison, setting: Setting) -> dict[str, Any]:
-    """Return the style: colour by controller, fixed lambdas from pale to dark, dashes for the measure `factors`."""
+    """Return the style: color by controller, fixed lambdas from pale to dark, dashes for the measure `factors`."""
     color: Any = COLORS[setting.controller]
     if setting.controller == "fixed":
         family = comparison.find("fixed", setting.measure)

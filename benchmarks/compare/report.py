@@ -60,7 +60,7 @@ NOTES = (
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """Build the tables for a terminal: held-out loss, then the controller's behaviour."""
+    """Build the tables for a terminal: held-out loss, then the controller's behavior."""
     tables = []
     for columns in (LOSSES, CONTROL, REMEDIES):
         table = Table(box=None, pad_edge=False)

@@ -204,7 +204,7 @@ class Comparison:
         ]
 
     def best_fixed(self, measure: str, moment: str) -> Setting | None:
-        """Return the fixed lambda with the lowest BPT; chosen on the evaluated documents, which favours it."""
+        """Return the fixed lambda with the lowest BPT; chosen on the evaluated documents, which favors it."""
         return min(self.find("fixed", measure), key=lambda setting: self.bpt(setting, moment).value, default=None)
 
     def edge(self, measure: str, moment: str) -> tuple[Setting, str] | None:

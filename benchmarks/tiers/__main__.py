@@ -315,7 +315,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--without", action="append", default=[], metavar="NAME", help="leave this tier out of `all`; may be repeated")
     add("--baselines", type=Path, default=cache_folder() / "tiers", metavar="DIR", help="where throughput is kept")
-    add("--new-baseline", action="store_true", help="keep this run's throughput in place of what is kept for the card")
+    add(
+        "--new-baseline",
+        action="store_true",
+        help="replace the stored baseline of this GPU",
+    )
     return parser.parse_intermixed_args(argv)
 
 

@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.demo import GGUF_SHA256, _save_dequantised, check_weights
+from examples.demo import GGUF_SHA256, _save_dequantized, check_weights
 from trainer.data.demo_data import _write_splits
 
 PIECE = 320
@@ -100,7 +100,7 @@ def main() -> None:
         assert found_digest == GGUF_SHA256, found_digest
         if not model.is_dir():
             model.mkdir()
-            _save_dequantised(gguf, model)
+            _save_dequantized(gguf, model)
         check_weights(model)
 
 

@@ -50,11 +50,11 @@ def main() -> int:
     received, case = {"near": 0, "far": 0}, ""
     gather = unit._all_gather
 
-    def counted(whole: Tensor, share: Tensor, group: dist.ProcessGroup | None) -> Any:
+    def counted(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Any:
         for rank in range(ranks.world_size) if group is None else dist.get_process_group_ranks(group):
             if rank != ranks.rank:
-                received["near" if host_of(rank, case) == host_of(ranks.rank, case) else "far"] += share.nbytes
-        return gather(whole, share, group)
+                received["near" if host_of(rank, case) == host_of(ranks.rank, case) else "far"] += shard.nbytes
+        return gather(whole, shard, group)
 
     unit._all_gather = counted
     found, stop = {}, StopRequest()

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config import ScuSection, TrainingSection, ZeroSection
 from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
 from trainer.parallel.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
-from trainer.patches.deepspeed_workarounds import gradient_norm
+from trainer.patches.deepspeed_workarounds import compute_gradient_norm
 from trainer.scu import law as scu
 from trainer.scu.controller import ScuFault, Steering
 
@@ -161,9 +161,9 @@ def on_engine(
 def norms_of(optimizer: Any) -> list[float]:
     """The norm of the reduced gradients: DeepSpeed's, ours, and ours with a NaN on the last rank."""
     gradients, parameters = optimizer.averaged_gradients[0], optimizer.params_in_partition[0]
-    norms = [optimizer.get_grad_norm_direct(gradients, parameters), gradient_norm(optimizer, gradients)]
+    norms = [optimizer.get_grad_norm_direct(gradients, parameters), compute_gradient_norm(optimizer, gradients)]
     broken = [g * math.nan if dist.get_rank() == WORLD - 1 else g for g in gradients]
-    return [float(norm) for norm in (*norms, gradient_norm(optimizer, broken))]
+    return [float(norm) for norm in (*norms, compute_gradient_norm(optimizer, broken))]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
-from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba
+from trainer.patches.mamba import LAYER_KERNEL, call_mamba_projections
 from trainer.setup.preflight import prepare
 
 SMALL = {
@@ -198,10 +198,10 @@ def test_a_kernel_for_a_whole_mamba_layer_does_not_bypass_its_adapter(
     def kernel(zxbcdt: torch.Tensor, *args: Any, outproj_weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return zxbcdt[..., : outproj_weight.shape[1]] @ outproj_weight.t()
 
-    monkeypatch.setattr(modeling, WHOLE_LAYER_KERNEL, kernel)
+    monkeypatch.setattr(modeling, LAYER_KERNEL, kernel)
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, expected), "the stand-in is asked"
-        lines = call_projections_of_mamba(model)
+        lines = call_mamba_projections(model)
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
     assert len(lines) == 1 and lines[0].startswith("mamba: ")
 
@@ -211,9 +211,9 @@ def test_a_plain_mamba_layer_keeps_its_kernel(tmp_path: Path) -> None:
     from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
     make_architecture(tmp_path, *MODELS["granite"])
-    before = getattr(modeling, WHOLE_LAYER_KERNEL)
-    call_projections_of_mamba(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert getattr(modeling, WHOLE_LAYER_KERNEL) is before
+    before = getattr(modeling, LAYER_KERNEL)
+    call_mamba_projections(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert getattr(modeling, LAYER_KERNEL) is before
 
 
 def test_the_adapters_files_hold_experts_under_names_that_peft_knows(runs: Matrix) -> None:

@@ -100,7 +100,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, adapter: str, backend: str, c
     assert layer.losses == pytest.approx(expected.losses, rel=1e-6)
     assert layer.records("train/grad_norm") == pytest.approx(expected.records("train/grad_norm"), rel=1e-4)
     assert layer.records("eval/loss") == pytest.approx(expected.records("eval/loss"), rel=1e-6)
-    assert "base: cut into 4 layers" in layer.console  # two layers, embedding and head
+    assert "base: sharded in 4 units" in layer.console  # two layers, embedding and head
     if backend == "reference":
         assert "fused 14 of 14 adapted layers (reference: as configured), 10 of them grouped" in layer.console
 
@@ -127,7 +127,7 @@ def test_shards_in_host_memory_change_nothing(runs: Matrix, adapter: str) -> Non
 def test_every_kind_of_run_is_that_of_stage_2(runs: Matrix, name: str) -> None:
     layer, expected = runs[f"{name}-3"], runs[f"{name}-2"]
     assert layer.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert "base: cut into" in layer.console
+    assert "base: sharded in" in layer.console
     assert layer.adapter().keys() == expected.adapter().keys()
     for key, value in expected.adapter().items():
         # AdamW's first steps have the sign of the gradient: where that is nothing but rounding, weights differ by it.

@@ -77,7 +77,7 @@ def test_losses_are_those_of_stage_0(runs: Matrix, kind: str, place: str) -> Non
     assert found.records("train/grad_norm") == pytest.approx(expected.records("train/grad_norm"), rel=1e-4)
     assert found.records("eval/loss") == pytest.approx(expected.records("eval/loss"), rel=1e-6)
     if place.startswith("layer"):
-        assert "base: cut into" in found.console
+        assert "base: sharded in" in found.console
 
 
 def test_ranks_gather_alike_however_their_tokens_are_routed(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_losses_are_those_of_plain_peft_on_the_dequantised_weights(
     assert len(found.losses) == 4
     assert found.losses == pytest.approx(plain[RUNS[name]["base_model"]], abs=1e-6)
     if name.endswith("layer"):
-        assert "base: cut into" in found.console
+        assert "base: sharded in" in found.console
 
 
 def test_8_bit_products_on_the_stored_codes_agree_over_stages(runs: Matrix, plain: dict[str, list[float]]) -> None:

@@ -222,9 +222,9 @@ def test_memory_that_runs_out_while_a_step_is_captured(
     def no_more() -> None:
         torch.cuda.set_per_process_memory_fraction(1e-6)
 
-    def recorded(self: GraphCapturer, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> CapturedPass:
+    def recorded(self: GraphCapturer, compute: Callable[[], torch.Tensor], *, must_be_faster: bool) -> CapturedPass:
         try:
-            return record(self, compute, must_pay=must_pay)
+            return record(self, compute, must_be_faster=must_be_faster)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -290,12 +290,12 @@ def test_a_failed_capture_leaves_torch_as_it_was() -> None:
         return (torch.rand(64, device="cuda") * capturer._leaves[0]).sum()
 
     with pytest.raises(Exception):  # noqa: B017  torch's type of it differs between versions
-        capturer.capture(waits_while_recorded(compute), must_pay=False)
+        capturer.capture(waits_while_recorded(compute), must_be_faster=False)
     assert torch.cuda.current_stream() == stream
     torch.rand(4, device="cuda").sum().item()
     capturer = again = flat_capturer()
     torch.manual_seed(1)
-    captured = again.capture(compute, must_pay=False)
+    captured = again.capture(compute, must_be_faster=False)
     torch.manual_seed(1)
     first, second = captured(), captured()
     torch.manual_seed(1)

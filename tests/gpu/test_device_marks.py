@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from trainer.parallel.ranks.watchdog import KEPT, DeviceMarks
+from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceMarks
 
 pytestmark = pytest.mark.gpu
 
@@ -19,16 +19,16 @@ def test_a_kernel_in_front_of_a_mark_keeps_the_gpu_from_it(device: int) -> None:
     marks.note(0)
     assert marks.reached() is None
     with torch.cuda.device(device):
-        for _ in range(KEPT + 5):
+        for _ in range(EVENT_COUNT + 5):
             marks.note(4)
         torch.cuda.synchronize()
-        assert marks.reached() == KEPT + 5
+        assert marks.reached() == EVENT_COUNT + 5
         torch.cuda._sleep(10**9)  # about half a second
         for _ in range(3):
             marks.note(5)
-        assert marks.reached() == KEPT + 5
+        assert marks.reached() == EVENT_COUNT + 5
         torch.cuda.synchronize()
-        assert marks.reached() == KEPT + 8
+        assert marks.reached() == EVENT_COUNT + 8
         started = time.perf_counter()
         for _ in range(1000):
             marks.note(6)

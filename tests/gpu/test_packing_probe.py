@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.unit.test_packing_probe import LLAMA, model_of
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN, copy_shared_heads, use_varlen
-from trainer.patches.packing_probe import keep_documents_apart
+from trainer.patches.packing_probe import separate_documents
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 def flat_packs(model: Any) -> bool:
     use_varlen(model, CUDA, model.dtype)
-    return keep_documents_apart(TokenLoss(model), model, 0, CUDA)
+    return separate_documents(TokenLoss(model), model, 0, CUDA)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

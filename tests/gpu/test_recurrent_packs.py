@@ -19,7 +19,7 @@ from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import use_varlen
-from trainer.patches.packing_probe import keep_documents_apart
+from trainer.patches.packing_probe import separate_documents
 from trainer.patches.per_document import PerDocument
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_packed_documents_learn_what_they_learn_alone(folder: Path, dtype: torch
     pack = Sample(ids.tolist(), [True] * len(ids), LENGTHS)
     documents = [Sample(part.tolist(), [True] * len(part), [len(part)]) for part in ids.split(LENGTHS) if len(part) > 1]
     alone, expected = learn(loss, model, [collate([each], 0, packed=False, flat=False) for each in documents])
-    flat = keep_documents_apart(loss, model, 0, torch.device("cuda"))
+    flat = separate_documents(loss, model, 0, torch.device("cuda"))
     found, gradient = learn(loss, model, [collate([pack], 0, packed=True, flat=flat)])
     separate = [vars(part).get("forward") for part in model.modules()]
     by_kernels = {forward.by_kernels for forward in separate if isinstance(forward, PerDocument)}

@@ -22,12 +22,12 @@ from trainer.config import ModelSection, UserError
 from trainer.model.base import load_base_model
 from trainer.patches.packed_attention import (
     VARLEN,
-    _register,
     check_supported,
     choose_attention,
     copy_heads_without_flash,
     copy_shared_heads,
     sdpa_with_own_heads,
+    set_varlen,
     varlen_attention,
 )
 from trainer.setup.joining import disable_cudnn_attention
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         config = MistralConfig(**sizes, sliding_window=window, pad_token_id=0, eos_token_id=None, bos_token_id=None)
         MistralForCausalLM(config).save_pretrained(folder / str(window))
-    _register()
+    set_varlen(load(folder, None, "sdpa"))  # registers our attention
     return folder
 
 

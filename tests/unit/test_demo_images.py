@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from examples.demo_images import (
-    COLOURS,
+    COLORS,
     HALVINGS,
     SHAPES,
     SIDE,
     UNSEEN,
-    colour_vae,
+    color_vae,
     draw,
     make_base,
     write_images,
@@ -27,12 +27,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_pictures_by_night_lack_one_caption_and_have_all_others() -> None:
     captions = {caption for _, caption in draw(1, 200, night=True)}
-    assert captions == {f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES} - {UNSEEN}
+    assert captions == {f"a {colour} {shape}" for colour in COLORS for shape in SHAPES} - {UNSEEN}
     assert UNSEEN in {caption for _, caption in draw(0, 200, night=False)}
 
 
 def test_a_latent_is_the_mean_colour_of_the_pixels_under_it() -> None:
-    vae = colour_vae()
+    vae = color_vae()
     for low, high in ((-1.0, 1.0), (0.7, 1.0)):
         pixels = torch.rand(1, 3, SIDE, SIDE) * (high - low) + low
         expected = torch.nn.functional.avg_pool2d(pixels, 2**HALVINGS)

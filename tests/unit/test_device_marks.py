@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.parallel.ranks.progress import Progress
-from trainer.parallel.ranks.watchdog import KEPT, DeviceMarks
+from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceMarks
 
 
 class Card:
@@ -50,14 +50,14 @@ def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
     marks = DeviceMarks()
     marks.note(0)
     assert marks.reached() is None, "before the first step a rank may be on another card"
-    for _ in range(KEPT + 3):
+    for _ in range(EVENT_COUNT + 3):
         marks.note(4)
-    assert marks.reached() == KEPT + 3
+    assert marks.reached() == EVENT_COUNT + 3
     card.is_free = False
     marks.note(5)
     marks.note(5)
-    assert marks.reached() == KEPT + 3
-    for _ in range(KEPT):
+    assert marks.reached() == EVENT_COUNT + 3
+    for _ in range(EVENT_COUNT):
         marks.note(6)
     assert marks.reached() == 0, "of none that is left"
 

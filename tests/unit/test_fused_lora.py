@@ -80,7 +80,7 @@ def test_what_cannot_be_fused_says_why(folder: Path) -> None:
     for module in quantised.modules():
         if hasattr(module, "quant_state"):
             module.quant_state.quant_type = "fp4"
-    assert {reason for _, reason in fused(quantised).refused} == {"the base is quantised as fp4, not nf4"}
+    assert {reason for _, reason in fused(quantised).refused} == {"the base is quantized as fp4, not nf4"}
 
 
 def test_pefts_own_forward_takes_over_when_it_must(folder: Path) -> None:

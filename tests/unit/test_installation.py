@@ -18,7 +18,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
-from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
+from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base
 from trainer.patches.replace import undo
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def small_pass(model: Any) -> object:
     return model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
 
 
-def wanted(folder: Path, **changes: Any) -> Wanted:
+def wanted(folder: Path, **changes: Any) -> PatchPlan:
     """All of it, also what only a GPU would have."""
     settings = {
         "base_model": str(folder),
@@ -46,7 +46,7 @@ def wanted(folder: Path, **changes: Any) -> Wanted:
         "ops": {"backend": "reference"},
     }
     config = RunConfig.model_validate(settings)
-    nothing = Wanted(
+    nothing = PatchPlan(
         config.training, "reference", True, 32, False, CPU, torch.float32, True, True, 
         "", "norms", "reference", "", False, small_pass,
     )  # fmt: skip

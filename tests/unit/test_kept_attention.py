@@ -14,7 +14,7 @@ from trainer.config import LoraSection, RunConfig, TrainingSection, UserError
 from trainer.config.checks import check_combinations
 from trainer.memory.planner import Lengths, apply_changes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.recompute import OPERATORS, enable_recomputation, keep_attention
+from trainer.patches.recompute import ATTENTION_OPERATORS, enable_recomputation, keep_attention
 from trainer.patches.tiled_mlp import tile_feed_forward
 
 SMALL: dict[str, Any] = {
@@ -32,7 +32,7 @@ class Calls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in OPERATORS
+        self.count += func in ATTENTION_OPERATORS
         return func(*args, **(kwargs or {}))
 
 
@@ -116,5 +116,5 @@ def test_results_of_attention_that_are_no_tensors_are_returned_as_they_are() -> 
 
     keep, again = keep_attention(lambda tensor: tensor, load)
     keep._results.append([torch.zeros(2), None, 7])  # type: ignore[attr-defined]
-    found = again.__torch_dispatch__(next(iter(OPERATORS)), ())  # type: ignore[attr-defined]
+    found = again.__torch_dispatch__(next(iter(ATTENTION_OPERATORS)), ())  # type: ignore[attr-defined]
     assert found[1:] == (None, 7) and len(loaded) == 1

@@ -9,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from trainer.parallel.engine.linear_layers import _acts_linear, is_linear
+from trainer.parallel.engine.linear_layers import _computes_linear, is_linear
 
 
 class Doubled(nn.Linear):
@@ -69,7 +69,7 @@ SUBCLASSES = {
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_subclasses_of_the_libraries(name: str) -> None:
     module, _, kind = name.rpartition(".")
-    assert _acts_linear(getattr(importlib.import_module(module), kind)) is SUBCLASSES[name]
+    assert _computes_linear(getattr(importlib.import_module(module), kind)) is SUBCLASSES[name]
 
 
 def test_a_router_of_experts_is_none() -> None:

@@ -20,7 +20,7 @@ from trainer.model.base import empty_model, load_model_config
 from trainer.model.targets import check_targets
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.patches.packing_probe import check_causal, separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
 from trainer.tasks.language import LanguageTask
@@ -75,7 +75,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     model, lines = Builder(config, decided, task, ranks, CPU, "fp32").model()
     token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
-    task.flat_packs = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
+    task.flat_packs = config.dataset.packing and separate_documents(token_loss, model, pad, CPU)
     batches = task.batches()
     optimizer = build_optimizer(model, training, config.lora, fused=False)
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)

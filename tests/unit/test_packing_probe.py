@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from trainer.config import UserError
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN, use_varlen
-from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.patches.packing_probe import check_causal, separate_documents
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -24,7 +24,7 @@ def model_of(model_type: str, dtype: torch.dtype = torch.float32, **settings: An
 
 
 def flat_packs(model: Any) -> bool:
-    return keep_documents_apart(TokenLoss(model), model, 0, CPU)
+    return separate_documents(TokenLoss(model), model, 0, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

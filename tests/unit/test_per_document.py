@@ -12,7 +12,7 @@ from trainer.data.batches import collate
 from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packing_probe import keep_documents_apart
+from trainer.patches.packing_probe import separate_documents
 from trainer.patches.per_document import Documents, PerDocument
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import undo
@@ -73,7 +73,7 @@ def test_packed_documents_learn_what_they_learn_alone(kind: str, recomputed: str
     rows = [collate([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1]
     alone, expected = learn(loss, model, rows)
     together = [collate([pack], 0, packed=True, flat=False) for pack in packs()]
-    assert not keep_documents_apart(loss, model, 0, CPU)
+    assert not separate_documents(loss, model, 0, CPU)
     for batches in (together, [collate(packs(), 0, packed=True, flat=False)]):
         found, gradient = learn(loss, model, batches)
         assert found == pytest.approx(alone, rel=1e-6)
@@ -90,7 +90,7 @@ def test_attention_without_positions_keeps_documents_apart() -> None:
     loss = TokenLoss(model)
     rows = [collate([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1]
     together = [collate([pack], 0, packed=True, flat=False) for pack in packs()]
-    assert not keep_documents_apart(loss, model, 0, CPU)
+    assert not separate_documents(loss, model, 0, CPU)
     alone, packed = ([float(loss(model, batch, CPU).detach()) for batch in batches] for batches in (rows, together))
     assert sum(packed) == pytest.approx(sum(alone), rel=1e-6)
     undo(model)
@@ -98,7 +98,7 @@ def test_attention_without_positions_keeps_documents_apart() -> None:
 
 def test_reentrant_recomputation_keeps_documents_apart() -> None:
     ours, expected = (
-        (model := adapted("lfm2", recomputed), loss := TokenLoss(model), keep_documents_apart(loss, model, 0, CPU))[:2]
+        (model := adapted("lfm2", recomputed), loss := TokenLoss(model), separate_documents(loss, model, 0, CPU))[:2]
         for recomputed in ("reentrant", "none")
     )
     batch = collate(packs(), 0, packed=True, flat=False)
@@ -110,7 +110,7 @@ def test_layers_use_their_kernels_only_where_these_keep_documents_apart() -> Non
     """LFM2's convolution gets bounds; in Zamba a scan follows that ignores them, by one part in a million."""
     for kind, by_kernels in (("lfm2", True), ("zamba", False)):
         model = adapted(kind)
-        keep_documents_apart(TokenLoss(model), model, 0, CPU)
+        separate_documents(TokenLoss(model), model, 0, CPU)
         forwards = [vars(module).get("forward") for module in model.modules()]
         separate = [forward for forward in forwards if isinstance(forward, PerDocument)]
         assert separate and all(forward.by_kernels is by_kernels for forward in separate), kind
@@ -129,4 +129,4 @@ def test_layers_that_combine_several_tokens_into_one_are_found() -> None:
     """DeepSeek-V4 compresses four tokens into one, also of two documents: too few to be seen in short ones."""
     model = adapted("deepseek_v4")
     with pytest.raises(UserError, match=r"dataset.packing=true: .* documents of a pack have other logits than alone"):
-        keep_documents_apart(TokenLoss(model), model, 0, CPU)
+        separate_documents(TokenLoss(model), model, 0, CPU)

@@ -247,7 +247,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
 
     folder = ground / f"{kind}-{precision}"
     console = train(ground, training__qat=kind, training__precision=precision, output_dir=str(folder))
-    assert f"fake-quantised: the merged weights of 14 adapted layers ({kind}" in console
+    assert f"fake-quantized: the merged weights of 14 adapted layers ({kind}" in console
     assert f"zerolora merge {folder} --quantize {kind}" in console
     assert merge_main([str(folder), "--quantize", kind]) == 0
     printed = capsys.readouterr().err

@@ -183,5 +183,5 @@ def test_weights_outside_of_the_adapters_buffer_are_not_left_out_of_captures(
     model = apply_adapter(tiny_model(torch.float32, CPU), LoraSection(r=4, **lora), torch.float32, tokens)
     flatten_adapter(model, separate_up=False)
     said: list[str] = []
-    assert GraphedLoss.of(TokenLoss(model), model, "on", said.append, has_experts=False) is None
+    assert GraphedLoss.create(TokenLoss(model), model, "on", said.append, has_experts=False) is None
     assert "trained tensors are not in the adapter's buffer" in said[0]

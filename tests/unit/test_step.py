@@ -14,7 +14,7 @@ from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
 from trainer.loop import exclude_from_garbage_collection
-from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, compute_rates, restore_schedule
 from trainer.patches.loss_head import TokenLoss
 
 DOCUMENTS = [[5, 9, 31, 77, 12], [200, 41, 6, 7, 8, 9, 10], [99, 3, 120]]
@@ -103,7 +103,7 @@ def test_restarts_and_stable_decay_follow_the_published_curves() -> None:
     def rates(**changes: Any) -> list[float]:
         training = TrainingSection(warmup_steps=2, learning_rate=1.0, **changes)
         parameter = torch.nn.Parameter(torch.zeros(2))
-        return planned_rates(build_schedule(torch.optim.AdamW([parameter], lr=1.0), training, 22), 22)
+        return compute_rates(build_schedule(torch.optim.AdamW([parameter], lr=1.0), training, 22), 22)
 
     restarts = rates(lr_scheduler="cosine_with_restarts", lr_cycles=2)
     assert restarts[2] == restarts[12] == 1.0
@@ -134,7 +134,7 @@ def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
         stepped.step()
     restore_schedule(restored, 7)
     assert restored.get_last_lr() == stepped.get_last_lr()
-    rates = planned_rates(fresh(), 20)
+    rates = compute_rates(fresh(), 20)
     for _ in range(5):
         stepped.step()
         restored.step()
@@ -148,7 +148,7 @@ def test_the_last_step_is_no_warm_up(name: str, total: int, ratio: float) -> Non
     """A run of a single step, which the default ratio would make a warm-up, trained at a learning rate of 0."""
     training = TrainingSection(lr_scheduler=name, warmup_ratio=ratio, learning_rate=1e-2)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1e-2)
-    rates = planned_rates(build_schedule(optimizer, training, total), total)
+    rates = compute_rates(build_schedule(optimizer, training, total), total)
     assert max(rates) > 5e-3
 
 

@@ -17,7 +17,7 @@ from tests.runs_in_process import train as train_run
 from tests.saved_adapters import save_adapter
 from tests.tiny import make_model
 from tests.unit.test_multimodal import train
-from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, processed, write_vision_chats
+from tests.vision import COLORS, draw, make_vision_model, plain_vision_losses, processed, write_vision_chats
 from trainer.commands import evaluate, generate, inspect, merge
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
@@ -30,7 +30,7 @@ from trainer.model.base import load_base_model
 from trainer.model.image_reader import FAMILIES, cache_features
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.packed_attention import VARLEN, set_varlen
-from trainer.patches.packing_probe import keep_documents_apart
+from trainer.patches.packing_probe import separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
 from trainer.tasks.language import LanguageTask
@@ -145,7 +145,7 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         if attention == VARLEN:
             set_varlen(model.get_base_model())
         loss = task.loss(model, fused_head=decided.fused_head.value)
-        task.flat_packs = keep_documents_apart(loss, model, prepared.tokenizer.pad_token_id, CPU)
+        task.flat_packs = separate_documents(loss, model, prepared.tokenizer.pad_token_id, CPU)
         assert task._images is not None and isinstance(prepared.data.train, Samples)
         cache = root / "cache"
         task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)
@@ -355,8 +355,8 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
 
 def write_pairs(folder: Path, count: int) -> Path:
     """Questions about one or two images, or none, with a right and a wrong answer."""
-    files = {name: draw(folder / f"{name}.png", colour, 60, 30).name for name, colour in COLOURS.items()}
-    names, records = list(COLOURS), []
+    files = {name: draw(folder / f"{name}.png", colour, 60, 30).name for name, colour in COLORS.items()}
+    names, records = list(COLORS), []
     for number in range(count):
         right, wrong = names[number % 4], names[(number + 1) % 4]
         parts = [{"type": "image", "path": files[right]}] * (number % 3)
@@ -478,6 +478,6 @@ def test_a_tiny_model_learns_the_colour_of_images(root: Path, tmp_path: Path) ->
     train_run(tmp_path, logging__report_to="none")
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     first, *_, last = [record["eval/loss"] for record in records if "eval/loss" in record]
-    tokens = AutoTokenizer.from_pretrained(root / "qwen2_5_vl")(list(COLOURS))["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(root / "qwen2_5_vl")(list(COLORS))["input_ids"]
     tokens_per_answer = 1 + max(map(len, tokens))
-    assert last * tokens_per_answer < 0.3 * math.log(len(COLOURS)) < first
+    assert last * tokens_per_answer < 0.3 * math.log(len(COLORS)) < first

@@ -89,7 +89,7 @@ def test_a_missing_package_and_other_code_and_another_configuration() -> None:
 def test_a_host_without_its_gpu() -> None:
     reports = world()
     reports[1] = replace(reports[1], device="cpu", device_id="")
-    assert "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; `zerolora doctor`" in differences(reports)[0]
+    assert "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; run `zerolora doctor`" in differences(reports)[0]
 
 
 def test_two_ranks_on_one_gpu() -> None:

@@ -31,7 +31,7 @@ from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.parallel.engine.optimizer import averaged_weights, has_moved, restore_schedule
+from trainer.parallel.engine.optimizer import averaged_weights, has_positive_rate, restore_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
@@ -104,8 +104,8 @@ class CheckpointManager:
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, the adapter's update scaled by `factor`; a collective call. Raises SaveFailed."""
-        moved, identity = has_moved(schedule), self._find_identity()
+        """Write the final weights, the adapter's update times `factor`; a collective call. Raises SaveFailed."""
+        moved, identity = has_positive_rate(schedule), self._find_identity()
         self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
 
     def _find_identity(self) -> dict[str, Any] | None:
@@ -150,7 +150,8 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-        write_weights = self._folder.build_weights_writer(engine, weights, must_have_moved=has_moved(schedule))
+        must_have_moved = has_positive_rate(schedule)
+        write_weights = self._folder.build_weights_writer(engine, weights, must_have_moved=must_have_moved)
         rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:

@@ -9,7 +9,7 @@ from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, list_rank_warnings
 from trainer.model.stored_settings import find_stored_form
 from trainer.model.targets import describe_unadapted_layers
-from trainer.patches.mamba import unadapted_lines
+from trainer.patches.mamba import describe_unadapted
 from trainer.setup.kinds import kind_of
 
 
@@ -59,4 +59,4 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += list_rank_warnings(config.lora) + describe_unadapted_layers(peft_model, config.lora)
-    return trained, lines + unadapted_lines(peft_model)
+    return trained, lines + describe_unadapted(peft_model)

@@ -33,7 +33,7 @@ from trainer.model.expert_targets import (
 from trainer.model.model_kind import find_output_layer
 from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
-from trainer.parallel.engine.linear_layers import is_linear, is_quantised, model_shape
+from trainer.parallel.engine.linear_layers import is_linear, is_quantized, model_shape
 from trainer.parallel.engine.partitioned import whole_shape
 
 IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
@@ -269,7 +269,7 @@ def find_non_text_modules(model: Any) -> list[str]:
 def _find_custom_linears(model: nn.Module) -> list[str]:
     """Return the paths of nn.Linear subclasses that do not compute x W^T + b, such as routers."""
     linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
-    return [path for path, module in linear if not is_quantised(module.weight) and not is_linear(module)]
+    return [path for path, module in linear if not is_quantized(module.weight) and not is_linear(module)]
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:

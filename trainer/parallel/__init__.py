@@ -1,1 +1,1 @@
-"""Run on several ranks: the process group and its watchdog, DeepSpeed's engine, layer gather."""
+"""Run on several ranks: the process group and its watchdog, DeepSpeed's engine, per-layer all-gather."""

@@ -1,12 +1,13 @@
-"""Attention with sinks (gpt-oss) over packed documents: variable-length flash attention, corrected by its own lse.
+"""Attention with sinks (gpt-oss) over packed documents: variable-length flash attention, corrected afterwards.
 
-A sink is a score without a value that each head adds to its softmax. With the lse of the scores alone and z = sink,
+A sink is a score without a value that each head adds to its softmax. With lse, the log-sum-exp of the other scores, and
+a sink z,
 
     lse' = log(e^lse + e^z)      out' = out e^(lse - lse') = out sigmoid(lse - z)
 
-and since the probabilities are e^(scores - lse'), flash attention's own backward is exact when it gets out' and lse'.
-The sink's gradient is -sum over tokens of e^(z - lse') (grad . out'). Without flash attention the model's own eager
-code computes one document at a time.
+The probabilities are e^(scores - lse'), so flash attention's own backward pass is exact if it gets out' and lse'. The
+sink's gradient is -sum over tokens of e^(z - lse') (grad . out'). Without flash attention the model's own eager code
+computes one document at a time.
 """
 
 import sys
@@ -34,9 +35,9 @@ def flash_with_sinks(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return attention [1, T, heads, head_dim] of query, key, value [1, heads, T, head_dim].
+    """Compute attention [1, T, heads, head_dim] of query, key and value [1, heads, T, head_dim].
 
-    Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]).
+    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
     """
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out: Tensor = _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window)
@@ -75,25 +76,25 @@ class _FlashWithSinks(torch.autograd.Function):
         (grad,) = grads
         query, key, value, out, lse_hT, sinks, cu_seqlens, rng_state, unused = ctx.saved_tensors
         lengths = (cu_seqlens, cu_seqlens, ctx.max_seqlen, ctx.max_seqlen)
-        found = torch.ops.aten._flash_attention_backward(
+        input_grads = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out, lse_hT, *lengths, 0.0, True, rng_state, unused, **ctx.bounds
         )
-        of_sinks = compute_sink_gradient(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
-        return *found, of_sinks, None, None, None, None
+        sink_grad = compute_sink_gradient(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
+        return *input_grads, sink_grad, None, None, None, None
 
 
 def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out' and lse' of attention that was computed without sinks."""
-    lse_with = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
-    kept_Th = torch.exp(lse_hT - lse_with).t()
-    return (out_Thd * kept_Th[..., None]).to(out_Thd.dtype), lse_with
+    """Return out' and lse' from the output and log-sum-exp of attention without sinks."""
+    lse_sinks_hT = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
+    factor_Th = torch.exp(lse_hT - lse_sinks_hT).t()
+    return (out_Thd * factor_Th[..., None]).to(out_Thd.dtype), lse_sinks_hT
 
 
 def compute_sink_gradient(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
-    """Return the gradient of the sinks from out' and lse'."""
-    share_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
-    seen_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
-    return -(share_hT * seen_hT).sum(1).to(sinks_h.dtype)
+    """Compute the gradient of the sinks from out' and lse'."""
+    sink_prob_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
+    dot_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
+    return -(sink_prob_hT * dot_hT).sum(1).to(sinks_h.dtype)
 
 
 def attend_per_document(
@@ -107,33 +108,29 @@ def attend_per_document(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Run the model's own eager attention for each document, or without `cu_seqlens` for the whole text."""
-    own = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
+    """Run the model's own eager attention for each document; without `cu_seqlens`, once for all tokens."""
+    attend = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
     if cu_seqlens is None:
         if mask is None:
-            mask = _causal(query.shape[2], key.shape[2], window, query)
-        elif mask.dtype == torch.bool:
-            mask = _additive(mask, query)
-        out: Tensor = own(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
+            mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+        if mask.dtype == torch.bool:
+            mask = _make_additive(mask, query.dtype)
+        out: Tensor = attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
         return out
     outs = []
     for begin, end in pairwise(cu_seqlens.tolist()):
         rows = (tensor[:, :, begin:end] for tensor in (query, key, value))
-        mask = _causal(end - begin, end - begin, window, query)
-        outs.append(own(module, *rows, mask, scaling=scaling, dropout=dropout)[0])
+        mask = _make_additive(causal_mask(end - begin, end - begin, window, query.device), query.dtype)
+        outs.append(attend(module, *rows, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, dim=1)
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask [1, 1, queries, keys], true where a query attends; the last query belongs to the last key."""
-    last = torch.arange(keys, device=device)
-    back = last[keys - queries :, None] - last
-    return ((back >= 0) & (back < (window or keys)))[None, None]
+    """Build a mask [1, 1, queries, keys], true where a query attends; the last query and key are the same token."""
+    positions = torch.arange(keys, device=device)
+    distance = positions[keys - queries :, None] - positions
+    return ((distance >= 0) & (distance < (window or keys)))[None, None]
 
 
-def _causal(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    return _additive(causal_mask(queries, keys, window, like.device), like)
-
-
-def _additive(seen: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, torch.finfo(like.dtype).min)
+def _make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

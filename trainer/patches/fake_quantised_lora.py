@@ -1,7 +1,7 @@
-"""A forward with the rounded merged weight in place of PEFT's own (training.qat).
+"""Compute adapted layers with their merged weight rounded to integers (training.qat).
 
 ops/fake_quantised.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
-on the unrounded base: the SCU's divergence and `eval --base` compare with that.
+on the unrounded base, which is what the SCU's divergence and `eval --base` compare with.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
-    """Make every adapted layer compute with its merged weight rounded to integers; return lines for the console.
+    """Round the merged weight of every adapted layer in each forward pass; return lines for the console.
 
     Raises UserError if torchao is missing or a layer cannot be rounded.
     """
@@ -43,24 +43,24 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     form = choose_integer_form(kind, widths, dtype, setting=setting)
     for layer in layers.values():
         replace(layer, "forward", _build_forward(layer, form))
-    return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
+    return [f"fake-quantized: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
 
 
 def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
-    plain_forward, adapter = layer.forward, layer.active_adapters[0]
+    peft_forward, adapter = layer.forward, layer.active_adapters[0]
     active = (adapter, [adapter])  # PEFT has two forms for one active adapter
     down_module, up_module, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
     base = layer.base_layer
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in active
-        if args or kwargs or not usual:
-            return plain_forward(x, *args, **kwargs)
+        applies = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in active
+        if args or kwargs or not applies:
+            return peft_forward(x, *args, **kwargs)
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
-        inner = x.to(base.weight.dtype)
+        converted = x.to(base.weight.dtype)
         p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
-        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
+        return fake_quantised_linear(converted, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
 
     return forward

@@ -1,4 +1,4 @@
-"""Computation of experts: by the operator or in plain torch, with an adapter or without."""
+"""Compute experts by our operator or in plain torch, with or without an adapter."""
 
 from collections import Counter
 from functools import partial
@@ -17,35 +17,36 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of experts without an adapter")
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Make the operator also compute experts without an adapter on a GPU; return lines for the console."""
+    """Use the operator on a GPU also for experts without an adapter; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             wrapped.setdefault(id(module.get_base_layer()), []).append(module)
     counts: Counter[tuple[str, str]] = Counter()
     for experts in expert_modules(model).values():
-        by_operator = detect_activation(experts) is not None
+        is_supported = detect_activation(experts) is not None
         if id(experts) in wrapped:
-            what = _described(wrapped[id(experts)])
-        elif by_operator and on_gpu:
+            adapter = _describe_adapter(wrapped[id(experts)])
+        elif is_supported and on_gpu:
             replace(experts, "forward", partial(adapted_forward, experts, {}))
-            what = "without adapter"
+            adapter = "without adapter"
         else:
             if _is_gathered_by_deepspeed(experts):
-                # The model's own code would keep views of what is gathered until the backward pass.
+                # The model's own code would keep views of the gathered weights until the backward pass.
                 replace(experts, "forward", partial(forward_frozen, experts, experts.forward))
             continue
-        counts[what, "by the operator" if by_operator else "in plain torch, for their gate is not the operator's"] += 1
-    return [f"experts: {count} layers {what}, {how}" for (what, how), count in counts.items()]
+        method = "by the operator" if is_supported else "in plain torch, as the operator lacks their activation"
+        counts[adapter, method] += 1
+    return [f"experts: {count} layers {adapter}, {method}" for (adapter, method), count in counts.items()]
 
 
 def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
     """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
-    own = list(experts.parameters(recurse=False))
-    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in own)
+    parameters = experts.parameters(recurse=False)
+    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in parameters)
 
 
-def _described(wrappers: list[Any]) -> str:
+def _describe_adapter(wrappers: list[Any]) -> str:
     ranks = sorted({rank for wrapper in wrappers for rank in wrapper.r.values()})
     names = ", ".join(sorted(wrapper.parameter_name for wrapper in wrappers))
     return f"with an adapter of r={', '.join(map(str, ranks))} for each expert ({names})"

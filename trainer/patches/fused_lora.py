@@ -1,8 +1,8 @@
-"""Fused operators in place of PEFT's forward, and a report of the layers that keep PEFT's.
+"""Replace PEFT's forward by fused operators, and report the layers that keep PEFT's.
 
-A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. The new
-forward checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's.
-Shared-input projections (q/k/v, gate/up) are computed in one call by the first of them.
+A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. Adapters may
+be disabled, merged or switched later, so the new forward checks this at every call and calls PEFT's if it no longer
+applies. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
 """
 
 from collections import Counter
@@ -29,18 +29,18 @@ from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
-"""From this number on the operators use other kernels (kFewTokens of ops/csrc/operator/passes.h)."""
+"""Number of tokens from which the operators use other kernels (kFewTokens in ops/csrc/operator/passes.h)."""
 
 
 @dataclass
 class FusionReport:
-    """Layers that were fused and grouped, and the reasons for the rest."""
+    """Groups of fused layers, and the reasons why other layers are not fused."""
 
     total: int
     backend: str
     groups: list[tuple[str, ...]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """Names of layers that are not fused, with the reason."""
+    """(name, reason) of layers that are not fused."""
 
     @property
     def fused(self) -> int:
@@ -48,7 +48,7 @@ class FusionReport:
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
-        """Return a line for the console, and one for each reason with its number of layers."""
+        """Return lines for the console: the number of fused layers, and of those not fused by reason."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         examples = {reason: name for name, reason in reversed(self.refused)}
@@ -69,22 +69,22 @@ def fuse(
 ) -> FusionReport:
     """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens, to find the layers that share an input; with `separate` they are
-    computed one by one. `tokens` of a micro-batch select the kernels that the self-test tries. Raises ValueError if
-    `cuda` is requested but not available, or if the operators fail their self-test.
+    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate` they are
+    still computed one by one. `tokens` is the size of a micro-batch, which selects the kernels of the self-test. Raises
+    ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
     """
     chosen = ops.load(backend)
-    report, installed = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
-    check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
-    for layers_together in installed:
-        layers_together.install()
+    report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
+    check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    for group in groups:
+        group.install()
     return report
 
 
 def group_layers(
     model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
 ) -> tuple[FusionReport, list["Group"]]:
-    """Return the groups of adapted layers that `fuse` computes together, not yet installed, and the report."""
+    """Return the report, and the groups of adapted layers that `fuse` computes together, without installing them."""
     from peft.tuners.lora import LoraLayer
 
     layers = {
@@ -95,22 +95,21 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, Member] = {}
     for name, layer in layers.items():
-        reason = why_not(layer)
-        if reason is None:
-            members[name] = Member(layer)
-        else:
+        if reason := why_not_fused(layer):
             report.refused.append((name, reason))
+        else:
+            members[name] = Member(layer)
     if forward is None or separate:
         report.groups = [(name,) for name in members]
     else:
         for names in find_groups({name: layers[name] for name in members}, forward):
-            alike = len({members[name].kind for name in names}) == 1  # in base and dropout
-            report.groups += [names] if alike else [(name,) for name in names]
+            same_kind = len({members[name].kind for name in names}) == 1
+            report.groups += [names] if same_kind else [(name,) for name in names]
     return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
-def why_not(layer: Any) -> str | None:
-    """Return why the operators do not support this adapted layer, or None if they do."""
+def why_not_fused(layer: Any) -> str | None:
+    """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 
     base = layer.base_layer
@@ -118,13 +117,13 @@ def why_not(layer: Any) -> str | None:
     if type(base) not in (FrozenLinear4bit, FrozenLinear8bit, FrozenLinearGrouped) and not is_linear(base):
         return f"the base is {type(base).__name__}, not a linear layer"
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
-        return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
+        return f"the base is quantized as {base.quant_state.quant_type}, not nf4"
     if len(names) != 1 or names[0] not in layer.lora_A:
         return f"{len(names)} active adapters, not one"
     if require(layer, "lora_variant", "peft").get(names[0]) is not None:
-        return "DoRA computes norms of the whole update, which the operator does not"
+        return "the operators do not support DoRA"
     if require(layer, "lora_bias", "peft").get(names[0]):
-        return "the adapter has a bias of its own"
+        return "the adapter has a bias"
     if layer.r[names[0]] > MAX_RANK:
         return f"r={layer.r[names[0]]} is above {MAX_RANK}"
     if isinstance(layer, lora.Linear) and require(layer, "fan_in_fan_out", "peft"):
@@ -135,17 +134,16 @@ def why_not(layer: Any) -> str | None:
 
 
 class Member:
-    """One adapted layer and the arguments of the operator, which are read at every call.
+    """An adapted layer and the operator's arguments, which are read at every call.
 
-    The reads are part of every forward pass: modules are looked up once, and PEFT's state is read from its attributes
-    instead of through properties.
+    To make these reads cheap, modules are looked up once, and PEFT's attributes are read directly, not by properties.
     """
 
     def __init__(self, layer: Any) -> None:
         for name in ("_disable_adapters", "_active_adapter"):
             require(layer, name, "peft")
         self.layer = layer
-        self.plain_forward = layer.forward
+        self.peft_forward = layer.forward
         self.adapter: str = layer.active_adapters[0]
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
@@ -157,7 +155,7 @@ class Member:
         self._nf4: ops.Nf4Weight | None = None
 
     def apply_when_active(self, active: Sequence[str]) -> None:
-        """Apply this adapter when PEFT's active adapters are `active`, this one among them."""
+        """Apply this adapter while PEFT's active adapters are `active`, which include this one."""
         self._active = (active, active)
 
     @property
@@ -167,12 +165,12 @@ class Member:
 
     def applies_to(self, x: Tensor) -> bool:
         layer = self.layer
-        usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
-        return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
+        is_active = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
+        return is_active and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Properties that layers computed in one call must share."""
+        """Properties that the layers of one call must have in common."""
         packing: Any = self.nf4.layout() if self.packed else self.base.weight.dtype
         if self.eight_bit:
             packing = packing, self.base.block, self.base.exact
@@ -180,12 +178,12 @@ class Member:
 
     @property
     def nf4(self) -> ops.Nf4Weight:
-        """Packed weight, built again only if the Parameter or its state was replaced or moved."""
+        """Packed weight, rebuilt only if the Parameter or its state was replaced or moved."""
         weight: Any = self.base.weight
-        known, absmax = self._nf4, weight.quant_state.absmax
-        if known is None or known.packed is not weight or known.state[0] is not absmax:
-            self._nf4 = known = ops.Nf4Weight.from_parameter(weight)
-        return known
+        nf4, absmax = self._nf4, weight.quant_state.absmax
+        if nf4 is None or nf4.packed is not weight or nf4.state[0] is not absmax:
+            self._nf4 = nf4 = ops.Nf4Weight.from_parameter(weight)
+        return nf4
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -206,11 +204,11 @@ class Member:
 
 
 class Group:
-    """Layers computed together; a layer that shares its input with no other is a group of one."""
+    """Layers that share an input and are computed together; a group may have one layer."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
-        # Outputs that the first member computed for the others, until they fetch them in the same forward pass.
+        # Outputs that the first member computed for the others, which fetch them in the same forward pass.
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
@@ -221,12 +219,12 @@ class Group:
     def _build_forward(self, index: int, member: Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not member.applies_to(x):
-                return member.plain_forward(x, *args, **kwargs)
-            return self.output(index, x)
+                return member.peft_forward(x, *args, **kwargs)
+            return self.compute_output(index, x)
 
         return forward
 
-    def output(self, index: int, x: Tensor) -> Tensor:
+    def compute_output(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             self._input, self._waiting = None, {}
             if len(self.members) > 1 and all(member.applies_to(x) for member in self.members[1:]):
@@ -247,9 +245,9 @@ class Group:
 def compute(
     members: Sequence[Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
-    """Return y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
+    """Compute y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
 
-    `factors`, if given, replace the members' own A_i and B_i.
+    Optional `factors` replace the members' A_i and B_i, without dropout.
     """
     downs, ups = factors or ([member.down for member in members], [member.up for member in members])
     scales = [member.layer.scaling[member.adapter] for member in members]
@@ -269,7 +267,7 @@ def compute(
 def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape.
 
-    A few random tokens run forward and backward; with `many` they are also repeated to MANY_TOKENS. The allowed error
+    A few random tokens run forward and backward. With `many`, the test is repeated with MANY_TOKENS. The allowed error
     is a few roundings of the compute dtype. Raises ValueError on a mismatch.
     """
     tested: set[tuple[Any, ...]] = set()
@@ -278,12 +276,12 @@ def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, 
         shapes = tuple((tuple(member.down.shape), tuple(member.up.shape)) for member in members)
         if (shapes, members[0].kind) not in tested:
             tested.add((shapes, members[0].kind))
-            with _gathered(members, shards):
+            with _gather(members, shards):
                 _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
 
 
-def _gathered(members: Sequence[Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
-    """Gather the members' weights within the block if stage 3 partitioned them."""
+def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
+    """Gather the members' weights within the block if they are partitioned."""
     import deepspeed
 
     if shards is not None:
@@ -306,34 +304,32 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
     # Scaled so that the sums over all tokens stay in the range of fp16.
     grads = [draw(TEST_TOKENS, up.shape[0]).detach() / up.shape[0] ** 0.5 for up in ups]
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
-    truth = _run_plain(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
-    grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
+    expected = _run_plain(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
+    expected_grads = torch.autograd.grad(expected, exact, [grad.float() for grad in grads])
     allowed = 1e-3 if dtype == torch.float32 else 2e-2
-    for times in repeats:
-        tokens = x.detach().repeat(times, 1).requires_grad_()
-        ours = compute(members, tokens, (downs, ups))
-        our_grads = torch.autograd.grad(ours, [tokens, *downs, *ups], [grad.repeat(times, 1) for grad in grads])
-        pairs = [("output", *pair) for pair in zip(ours, truth, strict=True)]
-        pairs += [("gradient", got, wanted) for got, wanted in zip(our_grads, (grad_x, *others), strict=True)]
-        for what, got, wanted in pairs:
-            error = _relative_error(got.detach(), wanted.detach(), times)
+    for repeat in repeats:
+        tokens = x.detach().repeat(repeat, 1).requires_grad_()
+        outputs = compute(members, tokens, (downs, ups))
+        our_grads = torch.autograd.grad(outputs, [tokens, *downs, *ups], [grad.repeat(repeat, 1) for grad in grads])
+        pairs = [("output", *pair) for pair in zip(outputs, expected, strict=True)]
+        pairs += [("gradient", *pair) for pair in zip(our_grads, expected_grads, strict=True)]
+        for quantity, actual, reference in pairs:
+            error = _relative_error(actual.detach(), reference.detach(), repeat)
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
-                    f"{len(tokens)} tokens: {what} is off by {error:.2g} (allowed {allowed}); use ops.backend: peft "
-                    "and report this card"
+                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}). Use ops.backend: "
+                    "peft, and report this GPU"
                 )
 
 
-def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
-    """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
-    if got.shape == wanted.shape:  # of factors: their gradients add up
-        differences = [got.float() - times * wanted]
-        wanted = times * wanted
-    else:
-        differences = [part.float() - wanted for part in got.split(len(wanted))]  # one after the other: less memory
-    mean = sum(float(difference.square().mean()) for difference in differences) / len(differences)
-    return float((mean / wanted.square().mean()) ** 0.5)
+def _relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
+    """Return the RMS error of a repeated batch, relative to the RMS of `expected`."""
+    if actual.shape == expected.shape:  # the gradient of a factor, which sums over the repetitions
+        expected = repeat * expected
+    parts = actual.split(len(expected))
+    mean = sum(float((part.float() - expected).square().mean()) for part in parts) / len(parts)
+    return float((mean / expected.square().mean()) ** 0.5)
 
 
 def _run_plain(members: Sequence[Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:

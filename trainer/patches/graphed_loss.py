@@ -1,13 +1,14 @@
-"""The loss of a micro-batch, replayed from CUDA graphs if the host cannot launch kernels as fast as they run.
+"""Replay the loss of a micro-batch from CUDA graphs if the host cannot launch kernels as fast as they run.
 
-A batch is padded to one of a few shapes (trainer/data/static_shapes.py); the passes of a shape are captured when it
-occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph are launched eagerly.
+A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The passes of a shape are captured when it
+occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph run eagerly.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -21,18 +22,18 @@ from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, Not
 from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
 from trainer.patches.loss_head import TokenLoss
 
-UNMEASURED = 3
-"""Number of first micro-batches, which compile, tune and allocate."""
-MEASURED = 3
+WARMUP_BATCHES = 3
+"""Number of first micro-batches that are not measured, because they compile, tune and allocate."""
+MEASURED_BATCHES = 3
 HOST_BOUND = 0.8
-"""Capture is tried if launching takes the host at least this fraction of a forward pass."""
+"""Fraction of a forward pass that the host must need to launch it for a capture to be tried."""
 MAX_CAPTURES = 16
 Say = Callable[[str], None]
 Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
 
 
 class StaticInputs:
-    """The inputs of one shape at fixed addresses: one buffer, so that one copy transfers a batch."""
+    """The inputs of one shape, views of one buffer at a fixed address, so that one copy transfers a batch."""
 
     def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
         self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -48,10 +49,10 @@ class StaticInputs:
     def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
         """Copy a batch of the same shape from the host."""
         parts = [*(inputs[name] for name in self._tensors), targets]
-        together = torch.cat([part.reshape(-1).long() for part in parts])
+        packed = torch.cat([part.reshape(-1).long() for part in parts])
         if self._buffer.device.type == "cuda":
-            together = together.pin_memory()
-        self._buffer.copy_(together, non_blocking=True)
+            packed = packed.pin_memory()
+        self._buffer.copy_(packed, non_blocking=True)
 
     def read(self) -> tuple[dict[str, Any], Tensor]:
         """Return the arguments of `TokenLoss.compute_from_inputs`."""
@@ -62,7 +63,7 @@ class StaticInputs:
 class GraphedLoss:
     """A `TokenLoss` for training that replays CUDA graphs.
 
-    With `mode` auto only if the first steps are bound by the host and a replay is faster.
+    In mode `auto` it does so only if the first steps are host-bound and a replay is faster.
     """
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
@@ -74,27 +75,27 @@ class GraphedLoss:
         self._host_fractions: list[float] = []
         self._calls = self._replayed = 0
         self.why_not = ""
-        """Why nothing is replayed any more; empty while graphs are in use."""
+        """Reason for which graphs are no longer used; empty while they are."""
 
     @classmethod
-    def of(
+    def create(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
-        """Return None if passes cannot be replayed: no flat adapter, experts, or other trained weights."""
+        """Return a GraphedLoss; None if passes cannot be replayed, with the reason as a message."""
         flat = find_flat_adapter(module)
         if flat is None:
             return None
         others = len(trained_parameters(module)) - len(flat.members)
         if others:
-            say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
-            return None
-        if loss.separates_documents:
-            say("CUDA graphs: off: recurrent layers compute the documents of a batch separately")
-            return None
-        if has_experts:
-            say("CUDA graphs: off: every batch uses different experts")
-            return None
-        return cls(loss, module, flat, mode, say)
+            reason = f"{others} trained tensors are not in the adapter's buffer"
+        elif loss.separates_documents:
+            reason = "recurrent layers compute the documents of a batch separately"
+        elif has_experts:
+            reason = "every batch uses different experts"
+        else:
+            return cls(loss, module, flat, mode, say)
+        say(f"CUDA graphs: off: {reason}")
+        return None
 
     @property
     def balancing(self) -> Tensor | float:
@@ -105,15 +106,15 @@ class GraphedLoss:
         self._calls += 1
         if self.why_not or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return self._loss(model, batch, device)
-        if len(self._sizes) < UNMEASURED + MEASURED:
+        if len(self._sizes) < WARMUP_BATCHES + MEASURED_BATCHES:
             return self._measure(model, batch, device)
-        found = self._find_capture(batch, device)
-        if found is None:
+        capture = self._find_capture(batch, device)
+        if capture is None:
             return self._loss(model, batch, device)
-        shape, inputs, captured = found
+        shape, inputs, captured = capture
         inputs.fill(*self._inputs_on_host(batch, shape))
         self._replayed += 1
-        # Through the engine: its hooks on a model's outputs prepare the backward pass.
+        # Call the engine's forward, because its hooks on the model's outputs prepare the backward pass.
         with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
             result: Tensor = model()
         return result
@@ -124,12 +125,12 @@ class GraphedLoss:
 
     def take_fraction(self) -> float:
         """Return the fraction of batches since the last call that were replayed."""
-        share = self._replayed / max(self._calls, 1)
+        fraction = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0
-        return share
+        return fraction
 
     def drop(self, why_not: str = "") -> None:
-        """Free all graphs and their memory; with a reason, replay nothing from now on."""
+        """Free all graphs and their memory; with a reason, use no graphs from now on."""
         if why_not and not self.why_not:
             self.why_not = why_not
             self._say(f"CUDA graphs: off: {escape(why_not)}")
@@ -143,25 +144,22 @@ class GraphedLoss:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
+        """Run the pass eagerly; after the warm-up, also measure the fraction of its time that the host needs."""
         self._sizes.append(measure_sizes(batch))
-        if self._mode == "on" or len(self._sizes) <= UNMEASURED:
+        if self._mode == "on" or len(self._sizes) <= WARMUP_BATCHES:
             return self._loss(model, batch, device)
         torch.cuda.synchronize(device)
         started = time.perf_counter()
-        found = self._loss(model, batch, device)
+        loss = self._loss(model, batch, device)
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
         self._host_fractions.append((launched - started) / (time.perf_counter() - started))
-        if (
-            len(self._host_fractions) == MEASURED
-            and (share := sorted(self._host_fractions)[MEASURED // 2]) < HOST_BOUND
-        ):
-            self.drop(f"the host needs only {share:.0%} of a forward pass to launch it")
-        return found
+        if len(self._host_fractions) == MEASURED_BATCHES and (fraction := median(self._host_fractions)) < HOST_BOUND:
+            self.drop(f"the host needs only {fraction:.0%} of a forward pass to launch it")
+        return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
-        """Return the graph that replays this batch, captured now if its shape recurs; None to launch the pass."""
+        """Return the graph for this batch, after capturing it if the shape recurs; None to run eagerly."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
@@ -172,35 +170,36 @@ class GraphedLoss:
         if fitting:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
-        recurs = self._seen[shape] > 1 or not self._captures
-        if not recurs or not self._loss.observed or len(self._captures) == MAX_CAPTURES:
+        should_capture = self._seen[shape] > 1 or not self._captures
+        if not should_capture or not self._loss.observed or len(self._captures) == MAX_CAPTURES:
             return None
         return self._capture(batch, shape, device)
 
     def _capture(self, batch: MicroBatch, shape: StaticShape, device: torch.device) -> Replayed | None:
-        started, refusal = time.perf_counter(), ""
+        started, reason = time.perf_counter(), ""
         try:
             if self._capturer is None:
                 self._capturer = GraphCapturer(self._flat)
             inputs = StaticInputs(*self._inputs_on_host(batch, shape), device)
             captured = self._capturer.capture(
-                lambda: self._loss.compute_from_inputs(self._module, *inputs.read()), must_pay=self._mode == "auto"
+                lambda: self._loss.compute_from_inputs(self._module, *inputs.read()),
+                must_be_faster=self._mode == "auto",
             )
-            self._capturer.check_room()
-        except NotCapturable as reason:
-            refusal = str(reason)
+            self._capturer.check_free_memory()
+        except NotCapturable as error:
+            reason = str(error)
         except torch.OutOfMemoryError as error:
-            refusal = _first_line(error)
-        except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
-            self._give_up(_first_line(error), warn=True)
+            reason = _describe_first_error(error)
+        except Exception as error:  # from torch, CUDA, Triton, or the model's own code
+            self._give_up(_describe_first_error(error), warn=True)
             return None
-        if refusal:  # after the except blocks: their error keeps the captured tensors alive
-            self._give_up(refusal, warn=self._mode == "on")
+        if reason:  # after the except blocks, since their error keeps the captured tensors alive
+            self._give_up(reason, warn=self._mode == "on")
             return None
         if not self._captures:
-            took = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
+            times = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
             self._say(
-                f"CUDA graphs: micro-steps are replayed: {took}; captured in {time.perf_counter() - started:.1f} s"
+                f"CUDA graphs: micro-steps are replayed: {times}; captured in {time.perf_counter() - started:.1f} s"
             )
         self._captures[shape] = shape, inputs, captured
         return self._captures[shape]
@@ -211,8 +210,8 @@ class GraphedLoss:
         self.drop(reason)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return type and first line of the original error: ending a failed capture raises another one."""
+def _describe_first_error(error: BaseException) -> str:
+    """Return type and first line of the original error, as ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
@@ -223,12 +222,12 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the module's forward within the block; its hooks still run."""
-    before = vars(module).get("forward")
+    original = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = original

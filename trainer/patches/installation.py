@@ -1,9 +1,9 @@
-"""Replacements on a model and its engine: one list, installed in order.
+"""Install the replacements on a model and its engine, in a fixed order.
 
 Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
 forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
 for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
-docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all of them.
+docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
-from trainer.patches.mamba import call_projections_of_mamba
+from trainer.patches.mamba import call_mamba_projections
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import (
     copy_heads_without_flash,
@@ -32,23 +32,24 @@ from trainer.patches.tiled_mlp import tile_feed_forward
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The patches that a run needs: its settings and decisions (trainer/memory/decisions.py)."""
+class PatchPlan:
+    """Settings and decisions (trainer/memory/decisions.py) of a run that determine its patches."""
 
     training: TrainingSection
     backend: Literal["auto", "cuda", "reference", "peft"]
     """The setting ops.backend."""
     has_adapter: bool
     rank_tokens: int
-    """Tokens of a micro-batch."""
+    """Tokens per micro-batch."""
     shares_sequences: bool
     device: torch.device
     dtype: torch.dtype
     varlen: bool
     """Whether packs use variable-length attention."""
     own_elementwise: bool
+    """Whether our operators replace norms, gated MLPs and rotary embedding."""
     elementwise_reason: str
-    """Why none of them is ours; empty if some are."""
+    """Why they do not."""
     recomputed: str
     """`none`, `activations`, or `norms` (both)."""
     adapters: str
@@ -60,31 +61,34 @@ class Wanted:
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
     mlp_tile: int = 0
-    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
+    """Tokens per tile of gated MLPs; 0 for no tiles."""
 
 
-def install_on_base(model: Any, wanted: Wanted) -> list[str]:
+def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
     """Replace code of a loaded base before adapters are added; return lines for the console."""
-    copy_heads_without_flash(wanted.device, wanted.dtype)
-    if wanted.shares_sequences:
+    copy_heads_without_flash(plan.device, plan.dtype)
+    if plan.shares_sequences:
         set_varlen(model)  # on any device: the settings and the model were checked before
-    elif wanted.varlen:
-        use_varlen(model, wanted.device, wanted.dtype)
-    use_flash_in_towers(model, wanted.device, wanted.dtype)
-    return _elementwise(model, wanted)
+    elif plan.varlen:
+        use_varlen(model, plan.device, plan.dtype)
+    use_flash_in_towers(model, plan.device, plan.dtype)
+    if not plan.own_elementwise:
+        return [f"{', '.join(PARTS.values())}: the model's own ({plan.elementwise_reason})"]
+    load_operators(plan.backend)
+    return replace_elementwise(model, frozen_norms=plan.has_adapter, recompute=plan.recomputed).lines()
 
 
-def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
+def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
     """Replace code of the adapted model; return lines for the console."""
-    lines = call_projections_of_mamba(model) if wanted.has_adapter else []
-    if wanted.shards is not None:
-        wanted.shards.attach(model)
-    lines += _experts(model, wanted) + _adapters(model, wanted)
-    if wanted.recomputed != "none":
-        recompute_inputs(model, recomputed_whole(model, wanted.training))
-    if tile := wanted.mlp_tile:
+    lines = call_mamba_projections(model) if plan.has_adapter else []
+    if plan.shards is not None:
+        plan.shards.attach(model)
+    lines += _install_experts(model, plan) + _install_adapters(model, plan)
+    if plan.recomputed != "none":
+        recompute_inputs(model, recomputed_whole(model, plan.training))
+    if tile := plan.mlp_tile:
         lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
-    if line := enable_recomputation(model, wanted.training):
+    if line := enable_recomputation(model, plan.training):
         lines.append(line)
     return lines
 
@@ -92,7 +96,7 @@ def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; return the guard of several adapters with these `limits` of their norms."""
+    """Replace code of DeepSpeed's engine; return the guard of several adapters, each with its limit of the norm."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)
@@ -101,15 +105,8 @@ def install_on_engine(
     return None
 
 
-def _elementwise(model: Any, wanted: Wanted) -> list[str]:
-    if not wanted.own_elementwise:
-        return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
-    load_operators(wanted.backend)
-    return replace_elementwise(model, frozen_norms=wanted.has_adapter, recompute=wanted.recomputed).lines()
-
-
 def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> None:
-    """Load the operators of ops.backend, and build them if necessary. Raises UserError."""
+    """Load the operators of ops.backend, and build them if necessary. Raises UserError if that fails."""
     import ops
 
     try:
@@ -119,41 +116,41 @@ def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> Non
         raise UserError(str(error)) from None
 
 
-def _experts(model: Any, wanted: Wanted) -> list[str]:
-    if not wanted.has_adapter or not expert_modules(model):
+def _install_experts(model: Any, plan: PatchPlan) -> list[str]:
+    if not plan.has_adapter or not expert_modules(model):
         return []
     from trainer.patches.fused_experts import compute_experts  # imports peft, and with it bitsandbytes
 
-    on_gpu = wanted.device.type == "cuda"
+    on_gpu = plan.device.type == "cuda"
     if on_gpu:
-        load_operators(wanted.backend)
+        load_operators(plan.backend)
     return compute_experts(model, on_gpu=on_gpu)
 
 
-def _adapters(model: Any, wanted: Wanted) -> list[str]:
-    if wanted.adapters == "none":
+def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
+    if plan.adapters == "none":
         return []
-    if wanted.adapters == "rounded":
+    if plan.adapters == "rounded":
         from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
 
-        assert wanted.training.qat is not None
-        return compute_rounded(model, wanted.training.qat, wanted.dtype)
-    if wanted.adapters == "peft":
-        return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
+        assert plan.training.qat is not None
+        return compute_rounded(model, plan.training.qat, plan.dtype)
+    if plan.adapters == "peft":
+        return [f"adapters: PEFT's own forward ({plan.adapters_reason})"]
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
 
-    assert wanted.backend != "peft"
+    assert plan.backend != "peft"
     options: dict[str, Any] = {
-        "forward": lambda: wanted.small_pass(model),
-        "separate": wanted.separate_projections,
-        "tokens": wanted.rank_tokens,
+        "forward": lambda: plan.small_pass(model),
+        "separate": plan.separate_projections,
+        "tokens": plan.rank_tokens,
     }
     try:
         if (choice := find_choice(model)) is not None:
             from trainer.patches.many_adapters import fuse_many
 
-            return fuse_many(model, choice, wanted.backend, **options).lines()
-        report = fuse(model, wanted.backend, **options)
+            return fuse_many(model, choice, plan.backend, **options).lines()
+        report = fuse(model, plan.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()

@@ -1,4 +1,4 @@
-"""The sum of token losses of a micro-batch, with logits only at targets, computed in chunks."""
+"""Compute the summed token losses of a micro-batch in chunks, with logits only at targets."""
 
 import inspect
 import sys
@@ -32,14 +32,14 @@ from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
-"""Models that find the documents of a pack only in a row of positions in addition to three of their own."""
+"""Models that need a fourth row of positions, next to their own three, to separate the documents of a pack."""
 
 
 class TokenLoss:
     """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
-    and the model at most multiplies its output (which is observed, not looked up); otherwise from the logits.
+    and the model at most scales its output, which a probe shows. Otherwise the loss is computed from the logits.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TokenLoss:
     ) -> None:
         """Prepare the loss of a model, `kind` in training and -log p without gradients.
 
-        `fused` is the decision of trainer/memory/decisions.py, None to observe it; `say` prints a difference.
+        `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if it turns out to be wrong.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """
         from peft import PeftModel
@@ -63,9 +63,7 @@ class TokenLoss:
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
         """Load-balancing loss of the latest batch times the weight of its targets, to be weighted like the loss."""
-        base: Any = module
-        if isinstance(module, PeftModel):
-            base = module.get_base_model()
+        base: Any = module.get_base_model() if isinstance(module, PeftModel) else module
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
@@ -79,9 +77,9 @@ class TokenLoss:
         return self.by_part(model, batch, device, None)
 
     def by_part(self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None) -> torch.Tensor:
-        """Return the sum of the losses of each part of the batch [N]; `parts` are its numbers of targets, in order.
+        """Return the sum of the losses of each part of the batch [N]; `parts` are their numbers of targets, in order.
 
-        No product reads targets of two parts. None stands for one part, whose sum is a scalar.
+        No matrix product reads targets of two parts. With `parts=None` the sum of the whole batch is a scalar.
         """
         self.observe(batch, device)
         inputs, targets = self._inputs(batch, device)
@@ -90,7 +88,7 @@ class TokenLoss:
         def call(inputs: dict[str, Any]) -> Any:
             return self._call_model(model, inputs, batch)
 
-        # On the host, where the batch is: nonzero on the device would wait for it.
+        # On the host, where the batch is, as nonzero() on the device would wait for it.
         flat = targets.flatten()
         target_positions = (flat != IGNORED).nonzero().squeeze(1)
         chosen = to_device(flat[target_positions], device)
@@ -103,7 +101,7 @@ class TokenLoss:
         if batch.position_ids is not None:
             rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
             inputs["position_ids"] = batch.position_ids.expand(rows)
-        # Only our own variable-length attention takes document bounds; transformers infers them from position_ids.
+        # Only our variable-length attention takes document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
@@ -111,18 +109,19 @@ class TokenLoss:
         inputs |= batch.images
         targets = batch.targets
         if self._picks_logits:
-            wanted = (targets != IGNORED).any(0)
-            kept = wanted.nonzero().squeeze(1)
-            if len(kept) < target_positions:
-                kept = torch.cat([kept, (~wanted).nonzero().squeeze(1)[: target_positions - len(kept)]])
-            targets = targets[:, kept]
-            inputs["logits_to_keep"] = kept
+            has_target = (targets != IGNORED).any(0)
+            positions = has_target.nonzero().squeeze(1)
+            if len(positions) < target_positions:
+                padding = (~has_target).nonzero().squeeze(1)[: target_positions - len(positions)]
+                positions = torch.cat([positions, padding])
+            targets = targets[:, positions]
+            inputs["logits_to_keep"] = positions
         return inputs, targets
 
     def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss from tensors on the device, without a wait for it; `observed` must be True.
+        """Return the loss from tensors on the device without waiting for it; `observed` must be True.
 
-        Rows of IGNORED count 0.
+        Targets that are IGNORED have a loss of 0.
         """
 
         def call(inputs: dict[str, Any]) -> Any:
@@ -136,7 +135,7 @@ class TokenLoss:
 
     @property
     def separates_documents(self) -> bool:
-        """Whether layers of the model compute each document of a pack alone."""
+        """Whether some layers of the model compute the documents of a pack separately."""
         return has_separate_documents(self._base)
 
     @property
@@ -163,33 +162,31 @@ class TokenLoss:
             if parts is None:
                 return loss(rows, chosen, weights)
             sizes = list(parts)
-            own = [None] * len(sizes) if weights is None else weights.split(sizes)
-            return torch.stack(list(map(loss, rows.split(sizes), chosen.split(sizes), own)))
+            part_weights = [None] * len(sizes) if weights is None else weights.split(sizes)
+            return torch.stack(list(map(loss, rows.split(sizes), chosen.split(sizes), part_weights)))
 
-        def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
-            (weight, head), kind = self._head_now(), self._kind_now
+        kind = self._kind if torch.is_grad_enabled() else NLL
 
-            def loss(rows: torch.Tensor, ids: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-                return token_loss_sum(rows, weight, ids, **head, kind=kind, token_weights=own)
+        def compute_head_and_loss(hidden: torch.Tensor) -> torch.Tensor:
+            weight, head = self._read_head()
+
+            def loss(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
+                return token_loss_sum(rows, weight, ids, **head, kind=kind, token_weights=token_weights)
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
-        def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-            return token_loss_sum_of_logits(rows, ids, self._kind_now, own)
+        def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
+            return token_loss_sum_of_logits(rows, ids, kind, token_weights)
 
         if self._head is None:
             return sum_parts(select(call(inputs).logits), loss_of_logits)
-        with replace_head(self._head, compute_loss):
+        with replace_head(self._head, compute_head_and_loss):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(() if parts is None else -1) / (self._factor or 1.0)
 
-    def _head_now(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the frozen weight of the head, and its factor and trained rows."""
+    def _read_head(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the frozen weight of the head, and the operator's arguments for its factor and trained rows."""
         return linear_layer(self._head).weight, {"factor": self._factor or 1.0, "rows": trained_rows(self._head)}
-
-    @property
-    def _kind_now(self) -> LossKind:
-        return self._kind if torch.is_grad_enabled() else NLL
 
     def by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
@@ -201,17 +198,17 @@ class TokenLoss:
         self.observe(batch, device)
         inputs, targets = self._inputs(batch, device)
         flat = targets.flatten()
-        found = (flat != IGNORED).nonzero().squeeze(1)
-        target_positions, chosen = to_device(found, device), to_device(flat[found], device)
+        positions = (flat != IGNORED).nonzero().squeeze(1)
+        target_positions, chosen = to_device(positions, device), to_device(flat[positions], device)
 
-        def compute_losses(hidden: torch.Tensor) -> torch.Tensor:
-            weight, head = self._head_now()
+        def compute_measures(hidden: torch.Tensor) -> torch.Tensor:
+            weight, head = self._read_head()
             states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
             base = None if base_states is None else base_states.to(weight.dtype)
             measures = measure_tokens(states, weight, chosen, **head, base_hidden=base)
             return measures.view(1, -1, 1)
 
-        with replace_head(self._head, compute_losses):
+        with replace_head(self._head, compute_measures):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits
         if self._head is not None:
             return values.view(len(MEASURES), -1) / (self._factor or 1.0)
@@ -222,8 +219,8 @@ class TokenLoss:
     def _call_model(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
-        # The router chooses experts for padding too, and only a mask keeps these choices out of the balance. The model
-        # itself must not get it: a mask would join the documents of a pack.
+        # The router also chooses experts for padding, and only a mask excludes these choices from the balance. The
+        # model itself must not get this mask, which would join the documents of a pack.
         mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
         if mask is not None:
             mask = to_device(mask, inputs["input_ids"].device)
@@ -244,14 +241,14 @@ class TokenLoss:
             head = self._head
 
             def compare(hidden: torch.Tensor) -> torch.Tensor:
-                weight, parts = self._head_now()
+                weight, arguments = self._read_head()
                 states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
-                return divergence_sum(states, base_states.to(weight.dtype), weight, **parts).view(1, 1, 1)
+                return divergence_sum(states, base_states.to(weight.dtype), weight, **arguments).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             if head is not None:
-                # As in the loss: undo the factor that the model applies to its logits.
+                # As in the loss, undo the factor that the model applies to its logits.
                 return logits.view(()) / (self._factor or 1.0)
             log_p_KV = logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
@@ -265,19 +262,19 @@ class TokenLoss:
         """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
         with self._outside_step(batch, device):
             inputs, target_positions = self._inputs_and_positions(batch, device)
-            seen: list[torch.Tensor] = []
+            states: list[torch.Tensor] = []
 
-            def keep(hidden: torch.Tensor) -> torch.Tensor:
-                seen.append(hidden.flatten(0, 1).index_select(0, target_positions))
+            def record(hidden: torch.Tensor) -> torch.Tensor:
+                states.append(hidden.flatten(0, 1).index_select(0, target_positions))
                 return hidden.new_zeros(1, 1, 1)
 
-            with torch.no_grad(), bypass_adapter(self._module), replace_head(self._head, keep):
+            with torch.no_grad(), bypass_adapter(self._module), replace_head(self._head, record):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
-            return seen[0] if seen else logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
+            return states[0] if states else logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
 
     @contextmanager
     def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
-        """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
+        """Allow other forward passes before the loss's backward pass, by keeping the flat adapter's views."""
         self.observe(batch, device)
         flat = find_flat_adapter(self._module)
         with flat.keep_views() if flat is not None else nullcontext():
@@ -288,7 +285,7 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Decide how head and loss are computed, in a pass over two tokens if it is not known yet."""
+        """Decide how head and loss are computed, at the first call by a pass over two tokens."""
         if self._head is not None and self._factor is None:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -298,7 +295,7 @@ class TokenLoss:
     def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the loss sum of each row of the batch, nats, fp64 [B]."""
         logits, targets = self.logits(model, batch, device)
-        # One row at a time: fp32 logits of the whole batch would double the peak memory.
+        # One row at a time, as fp32 logits of the whole batch would double the peak memory.
         rows = [
             F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
             for row, target in zip(logits, targets, strict=True)
@@ -311,7 +308,7 @@ class TokenLoss:
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
-        # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
+        # Padding is on the right, where no token attends to it. A mask would only select a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
         move = partial(to_device, device=device)
         on_device = {name: move(value) for name, value in inputs.items()}
@@ -320,16 +317,16 @@ class TokenLoss:
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         if self._decided is None or self._decided == fused or self._say is None:
             return
-        what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
-        self._say(f"[yellow]warning:[/yellow] the loss is computed {what}: the memory estimate is off by the logits")
+        method = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
+        self._say(f"[yellow]warning:[/yellow] the loss is computed {method}: the memory estimate is off by the logits")
 
 
 @replaces("`_disable_adapters` of adapted layers")
 @contextmanager
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
-    """Disable the adapter within the block, without PEFT's changes to requires_grad of every factor.
+    """Disable the adapter within the block without changing requires_grad of its factors, as PEFT would.
 
-    These would break a graph, an engine or a flat buffer that holds the factors.
+    Such a change would break a graph, an engine or a flat buffer that holds the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -349,18 +346,18 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
-    owner = sys.modules[type(base).__module__]
-    balance = require(owner, LOAD_BALANCING, "transformers")
+    modeling_file = sys.modules[type(base).__module__]
+    balance = require(modeling_file, LOAD_BALANCING, "transformers")
 
-    def masked(*args: Any, **kwargs: Any) -> Any:
+    def balance_masked(*args: Any, **kwargs: Any) -> Any:
         return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
 
-    with replaced(owner, LOAD_BALANCING, masked, "transformers"):
+    with replaced(modeling_file, LOAD_BALANCING, balance_masked, "transformers"):
         yield
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return tensors copied to the device without a wait of the host, from pinned memory; other values as is."""
+    """Copy tensors to the device from pinned memory, without waiting; return other values unchanged."""
     if isinstance(value, dict):
         return {name: to_device(each, device) for name, each in value.items()}
     if isinstance(value, TowerOutput):

@@ -1,11 +1,12 @@
 """The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
 
-The frozen product is that of `fused_lora` with factors of zeros, which need no gradient. So every format of the base,
-its partitioning and its recomputation are those of a run with one adapter.
+`fused_lora` computes the frozen product, with zero factors that need no gradient. So formats of the base, partitioning
+and recomputation work as in a run with one adapter.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,11 @@ from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
-from trainer.patches.fused_lora import MANY_TOKENS, FusionReport, Group, Member, check_operators, compute, why_not
+from trainer.patches.fused_lora import MANY_TOKENS, FusionReport, Group, Member, check_operators, compute, why_not_fused
 from trainer.patches.replace import replace
 
-NO_RANK = 8
-"""Columns of the factors of zeros: the fewest that the kernels read."""
+ZERO_FACTOR_RANK = 8
+"""Rank of the zero factors, the smallest that the kernels support."""
 
 
 @replaces("the forward of PEFT's LoRA layers, with several adapters")
@@ -36,28 +37,28 @@ def fuse_many(
     separate: bool,
     tokens: int,
 ) -> FusionReport:
-    """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError for a layer without it."""
+    """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError if a layer is unsupported."""
     chosen = ops.load(backend)
     layers = _find_members(model, choice)
-    together = [(path,) for path in layers] if separate else find_groups(
-        {path: layer.module for path, layer in layers.items()}, forward
-    )  # fmt: skip
     kinds = [_kind(name, layers.values()) for name in choice.names]
     choice.kinds = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
     report = FusionReport(len(layers), f"{chosen.name}, {len(choice.names)} adapters: {chosen.reason}")
-    for paths in together:
-        alike = len({layers[path].any_member.kind[:-1] for path in paths}) == 1
-        report.groups += [tuple(paths)] if alike else [(path,) for path in paths]
-    alone: list[Group] = []
+    if separate:
+        report.groups = [(path,) for path in layers]
+    else:
+        for paths in find_groups({path: layer.module for path, layer in layers.items()}, forward):
+            same_kind = len({layers[path].any_member.kind[:-1] for path in paths}) == 1
+            report.groups += [tuple(paths)] if same_kind else [(path,) for path in paths]
+    groups: list[Group] = []
     for paths in report.groups:
-        alone += _install([layers[path] for path in paths], choice)
-    check_operators(alone, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+        groups += _install([layers[path] for path in paths], choice)
+    check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     return report
 
 
 @dataclass
 class _Layer:
-    """An adapted layer and its members by adapter."""
+    """An adapted layer, with a `Member` for each of its adapters."""
 
     path: str
     module: Any
@@ -74,12 +75,12 @@ class _Layer:
 def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
     from peft.tuners.lora import LoraLayer
 
-    found: dict[str, _Layer] = {}
+    layers: dict[str, _Layer] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
         if isinstance(layer, ParamWrapper):
-            raise UserError(f"adapters: {path} is an expert, which has one adapter; set lora.experts: false")
+            raise UserError(f"adapters: {path} is an expert, which can have only one; set lora.experts: false")
         module: Any = layer
         members: dict[str, Member] = {}
         active = module._active_adapter
@@ -87,13 +88,13 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if name not in module.lora_A:
                 continue
             module._active_adapter = [name]
-            if reason := why_not(module):
+            if reason := why_not_fused(module):
                 raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
             members[name] = Member(module)
             members[name].apply_when_active(active)
         module._active_adapter = active
-        found[path] = _Layer(path, module, members)
-    return found
+        layers[path] = _Layer(path, module, members)
+    return layers
 
 
 def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
@@ -105,26 +106,26 @@ def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
 
 
 def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
-    """Install the forward of layers that share an input; return the group of each adapter alone."""
+    """Install the forward of layers that share an input; return a group for each adapter."""
     common = _CommonGroup(layers, choice)
-    alone: dict[str, tuple[Group, list[int]]] = {}
+    single: dict[str, tuple[Group, list[int]]] = {}
     for name in choice.names:
         indices = [index for index, layer in enumerate(layers) if name in layer.members]
         if indices:
-            alone[name] = Group([layers[index].members[name] for index in indices]), indices
+            single[name] = Group([layers[index].members[name] for index in indices]), indices
     for index, layer in enumerate(layers):
-        replace(layer.module, "forward", _build_forward(index, layer, choice, common, alone))
-    return [group for group, _ in alone.values()]
+        replace(layer.module, "forward", _build_forward(index, layer, choice, common, single))
+    return [group for group, _ in single.values()]
 
 
 def _build_forward(
-    index: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", alone: dict[str, tuple[Group, list[int]]]
+    index: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", single: dict[str, tuple[Group, list[int]]]
 ) -> Callable[..., Tensor]:
-    module, plain = layer.module, layer.module.forward
+    module, peft_forward = layer.module, layer.module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if module._disable_adapters:
-            result: Tensor = plain(x, *args, **kwargs)
+            result: Tensor = peft_forward(x, *args, **kwargs)
             return result
         name = choice.selected
         if name is not None and name not in layer.members:
@@ -133,21 +134,21 @@ def _build_forward(
         if args or kwargs or not layer.any_member.applies_to(x):
             raise RuntimeError(f"a layer with several adapters got {x.dtype} {tuple(x.shape)} and {[*args, *kwargs]}")
         if name is None:
-            return common.output(index, x)
-        group, indices = alone[name]
-        return group.output(indices.index(index), x)
+            return common.compute_output(index, x)
+        group, indices = single[name]
+        return group.compute_output(indices.index(index), x)
 
     return forward
 
 
 class _CommonGroup(Group):
-    """Layers that share their input, in a pass with rows of several adapters."""
+    """Layers that share an input, in a pass with rows of several adapters."""
 
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])
         self._layers, self._choice = list(layers), choice
         self._mask: dict[str, int] = {}
-        """Adapter -> index of this group's dropout mask within a pass."""
+        """Index of this group's dropout mask within a pass, by adapter."""
         for name in choice.names:
             if any(name in layer.members and layer.members[name].has_dropout for layer in layers):
                 self._mask[name] = choice.draws.get(name, 0)
@@ -155,7 +156,7 @@ class _CommonGroup(Group):
 
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
-        zeros = [_zeros(member) for member in members]
+        zeros = [_zero_factors(member) for member in members]
         x_frozen, pending = enter(x)
         frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
@@ -164,14 +165,14 @@ class _CommonGroup(Group):
         for (name, *others), tokens in self._choice.bundles:
             count = 1 + len(others)
             end = start + count * tokens
-            own = tuple(index for index, layer in enumerate(layers) if name in layer.members)
-            if own:
-                chosen = [layers[index].members[name] for index in own]
-                scales = tuple(member.layer.scaling[name] for member in chosen)
-                dropout = chosen[0].dropout
+            indices = tuple(index for index, layer in enumerate(layers) if name in layer.members)
+            if indices:
+                adapted = [layers[index].members[name] for index in indices]
+                scales = tuple(member.layer.scaling[name] for member in adapted)
+                dropout = adapted[0].dropout
                 seed = self._choice.seeds[name][self._mask[name]] if dropout else None
-                bundles.append(Bundle(start, end, count, own, scales, dropout, seed))
-                for index in own:
+                bundles.append(Bundle(start, end, count, indices, scales, dropout, seed))
+                for index in indices:
                     for side, factor in zip(factors, layers[index].factor_names(name), strict=True):
                         side.append(self._choice.factors[factor])
             start = end
@@ -180,14 +181,11 @@ class _CommonGroup(Group):
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
-_ZEROS: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+def _zero_factors(member: Member) -> tuple[Tensor, Tensor]:
+    inputs, outputs, kind = member.down.shape[1], member.up.shape[0], (member.down.dtype, member.down.device)
+    return _build_zeros(ZERO_FACTOR_RANK, inputs, *kind), _build_zeros(outputs, ZERO_FACTOR_RANK, *kind)
 
 
-def _zeros(member: Member) -> tuple[Tensor, Tensor]:
-    """Return factors of zeros for a layer, the same for all layers of its shape."""
-    wide, out = member.down.shape[1], member.up.shape[0]
-    key = wide, out, member.down.dtype, member.down.device
-    if key not in _ZEROS:
-        kind: dict[str, Any] = {"dtype": member.down.dtype, "device": member.down.device}
-        _ZEROS[key] = torch.zeros(NO_RANK, wide, **kind), torch.zeros(out, NO_RANK, **kind)
-    return _ZEROS[key]
+@cache
+def _build_zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(rows, columns, dtype=dtype, device=device)

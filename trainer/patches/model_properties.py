@@ -1,4 +1,4 @@
-"""Properties of a model, found by running its own code without weights, not by its name."""
+"""Find properties of a model by running its own code without weights, not by its name."""
 
 import inspect
 from contextlib import suppress
@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import replaces, require
 from trainer.model.model_kind import supports_sdpa
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
 from trainer.patches.plain_head import observed_factor, why_not_plain
@@ -20,7 +21,7 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 @dataclass(frozen=True)
 class ModelProperties:
-    """Model properties that decisions depend on; an empty reason means that nothing is in the way."""
+    """Model properties that decisions depend on; a reason against a feature is empty if the model allows it."""
 
     sdpa: bool
     """Whether the model supports torch's attention; otherwise it is eager."""
@@ -29,22 +30,22 @@ class ModelProperties:
     masked: bool
     """Whether the attention gets a mask even for a single text, where causal attention needs none."""
     sinks: bool
-    """Whether the attention has sinks, which transformers supports for packs only in kernels of the hub."""
+    """Whether the attention has sinks, which transformers supports for packs only with kernels from the hub."""
     head: str | None
     """Why head and loss are not fused in 16 or 32 bits; None if this is only known on the device."""
     caps: bool
-    """Whether the head's output is changed by more than a factor, such as by a tanh."""
+    """Whether the model does more than scale the head's output, such as a tanh."""
     elementwise: dict[str, str]
-    """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced in the whole model."""
+    """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced everywhere."""
 
 
 def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
     """Return the properties of an empty base model, except `head`, before adapters are added."""
-    model.float()  # the configuration has a dtype of its own
+    model.float()  # as the configuration may name another dtype
     return ModelProperties(
         sdpa=supports_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
-        masked=_is_given_a_mask(model),
+        masked=_attends_with_mask(model),
         sinks=has_sinks(model),
         head=None,
         caps=False,
@@ -52,8 +53,8 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
     )
 
 
-class _Seen(Exception):
-    """Ends a pass once the value of interest has been computed."""
+class _StopPass(Exception):
+    """Ends a forward pass early."""
 
 
 class _FirstAttention(TorchFunctionMode):
@@ -64,18 +65,18 @@ class _FirstAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
             self.masked = (args[3:4] or ((kwargs or {}).get("attn_mask"),))[0] is not None
-            raise _Seen
+            raise _StopPass
         return function(*args, **(kwargs or {}))
 
 
-def _is_given_a_mask(model: Any) -> bool:
-    with torch.no_grad(), suppress(_Seen, *_UNKNOWN), _FirstAttention() as attention:
+def _attends_with_mask(model: Any) -> bool:
+    with torch.no_grad(), suppress(_StopPass, *_UNKNOWN), _FirstAttention() as attention:
         model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=False)
     return attention.masked
 
 
 class _States(tuple[torch.Tensor]):
-    """Hidden states as models read them from the decoder's output, by number or by name."""
+    """A decoder's output of which models read the hidden states by index or by name."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -83,18 +84,15 @@ class _States(tuple[torch.Tensor]):
 
 @replaces("the forward of everything below the head of an empty model")
 def why_head_apart(model: Any) -> str | None:
-    """Return why the head of an empty model, adapted or not, is not fused with the loss; None if this cannot be seen.
+    """Return why the head of an empty model, adapted or not, is not fused with the loss; None if unknown.
 
-    Everything below the head is replaced by hidden states of zero, so only the head and what follows it run.
+    Hidden states of zero replace everything below the head, so only the head and the code after it run.
     """
-    from peft import PeftModel
-
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
         return why_not_plain(None)
     head = base.get_output_embeddings()
-    reason = why_not_plain(head)
-    if reason:
+    if reason := why_not_plain(head):
         return reason
     below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
     if not below:

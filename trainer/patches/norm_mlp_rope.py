@@ -1,10 +1,10 @@
-"""Our RMSNorm, SwiGLU, GeGLU and rotary embedding in place of a loaded model's own.
+"""Replace a model's RMSNorm, SwiGLU, GeGLU and rotary embedding by our operators.
 
-Modules that compute these are found by observation, not from a list of architectures: a copy of the module runs on
-random data with random weights and dummy projections. Its values and gradients must agree with our operator's to a
-rounding or two; otherwise the module keeps its own forward, and the reason is printed.
+Such modules are found by a test, not from a list of architectures: a copy of the module runs on random data with random
+weights and dummy projections. If its values and gradients differ from our operator's by more than a rounding or two,
+the module keeps its own forward, and the reason is printed.
 
-With `recompute`, results carry the function that recomputes them, and the adapted layers that read them keep this
+With `recompute`, a result carries the function that recomputes it, and the adapted layers that read it keep this
 function instead of the result (`ops.elementwise.recomputing`).
 """
 
@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -29,9 +30,9 @@ from trainer.patches.replace import replace
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
 RECOMPUTE_FROM_BYTES = 2**23
-"""Minimum bytes of a result for which recomputing is worth the host time of the hooks: 1,024 x 4,096 in 16 bits."""
+"""Minimum size of a result to recompute, worth the host time of the hooks: 1,024 x 4,096 in 16 bits."""
 _RECOMPUTE = "_zerolora_recompute"
-_ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
+_TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 Forward = Callable[..., Any]
 Gated = Callable[[Tensor, Tensor], Tensor]
@@ -39,11 +40,14 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Replaceable:
-    """Forwards of modules and functions of modeling files that our operators can replace, and why not the others."""
+    """Forwards of modules and functions of modeling files that our operators replace, and those they do not."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    """(module, its new forward)."""
     functions: list[tuple[Any, Forward]] = field(default_factory=list)
+    """(modeling file, its new rotary embedding)."""
     refused: list[tuple[str, str]] = field(default_factory=list)
+    """(class or function, reason)."""
 
     @property
     def norms(self) -> int:
@@ -57,14 +61,14 @@ class Replaceable:
 
     def lines(self) -> list[str]:
         """Return the lines for the console."""
-        found = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
+        replaced = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
         counts = Counter(self.refused)
-        return [f"element-wise operators: {found}"] + [
+        return [f"element-wise operators: {replaced}"] + [
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
     def why_not(self) -> dict[str, str]:
-        """Return for each of PARTS why it is not replaced in the whole model; empty if it is."""
+        """Return for each of PARTS why it is not replaced everywhere; empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
@@ -73,33 +77,33 @@ class Replaceable:
 
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
-    """Find what our operators can replace in a loaded or an empty model, without changing it."""
+    """Find the code of a loaded or an empty model that our operators can replace, without changing the model."""
     examined = Replaceable()
-    verdicts: dict[Any, Forward | str] = {}
+    forwards: dict[Any, Forward | str] = {}
     for module in model.modules():
         name = type(module).__name__
         is_norm = _is_norm(name)
         if not is_norm and _projections(module) is None:
             continue
         key = _kind(module)
-        if key not in verdicts:
+        if key not in forwards:
             if is_norm:
-                verdicts[key] = _norm_forward(module, recompute == "norms")
+                forwards[key] = _build_norm_forward(module, recompute == "norms")
             else:
-                verdicts[key] = _mlp_forward(module, recompute != "none")
-        verdict = "its weight is trained" if is_norm and not frozen_norms else verdicts[key]
-        if isinstance(verdict, str):
-            examined.refused.append((name, verdict))
+                forwards[key] = _build_mlp_forward(module, recompute != "none")
+        forward = "its weight is trained" if is_norm and not frozen_norms else forwards[key]
+        if isinstance(forward, str):
+            examined.refused.append((name, forward))
         else:
-            examined.forwards.append((module, verdict))
+            examined.forwards.append((module, forward))
     like = next(model.parameters())
-    for namespace in {sys.modules[type(module).__module__] for module in model.modules()}:
-        if callable(getattr(namespace, ROTARY, None)):
-            verdict = _rotary(getattr(namespace, ROTARY), like)
-            if isinstance(verdict, str):
-                examined.refused.append((ROTARY, verdict))
+    for modeling_file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if callable(getattr(modeling_file, ROTARY, None)):
+            function = _build_rotary(getattr(modeling_file, ROTARY), like)
+            if isinstance(function, str):
+                examined.refused.append((ROTARY, function))
             else:
-                examined.functions.append((namespace, verdict))
+                examined.functions.append((modeling_file, function))
     return examined
 
 
@@ -114,29 +118,27 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
     for module, forward in examined.forwards:
         # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
         replace(module, "forward", MethodType(forward, module))
-    for namespace, function in examined.functions:
-        replace(namespace, ROTARY, function)
+    for modeling_file, function in examined.functions:
+        replace(modeling_file, ROTARY, function)
     return examined
 
 
 @replaces("the forward of adapted layers, to recompute their inputs")
-def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
-    """Make adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
+def recompute_inputs(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
+    """Make adapted layers outside `exclude` recompute inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer
 
-    left = {module for part in but for module in part.modules()}
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer) and module not in left]
+    excluded = {module for part in exclude for module in part.modules()}
+    layers: list[Any] = [each for each in model.modules() if isinstance(each, LoraLayer) and each not in excluded]
     for layer in layers:
         replace(layer, "forward", partial(_forward_recomputing, layer.forward))
     return len(layers)
 
 
-def _forward_recomputing(inner: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward_recomputing(forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     recompute = getattr(x, _RECOMPUTE, None)
-    if recompute is None:
-        return inner(x, *args, **kwargs)
-    with recomputing(x, recompute):
-        return inner(x, *args, **kwargs)
+    with recomputing(x, recompute) if recompute else nullcontext():
+        return forward(x, *args, **kwargs)
 
 
 def _should_recompute(result: Tensor) -> bool:
@@ -156,42 +158,44 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether a module is a gated MLP that takes nothing but its input."""
+    """Return whether a module is a gated MLP with its input as the only argument."""
     if _projections(module) is None:
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key shared by modules that differ only in the values of their weights."""
+    """Return a key that is equal for modules that differ only in the values of their weights."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     children = tuple(type(child) for child in module.children())
     weights = tuple((weight.dtype, weight.shape, weight.device) for weight in module.parameters(recurse=False))
     return type(module), tuple(settings.items()), children, weights, "forward" in vars(module)
 
 
-def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    plain, weight = type(module).forward, getattr(module, "weight", None)
+def _build_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
+    """Return the new forward of a norm, or why the norm keeps its own."""
+    original, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
-        return "its forward has been replaced already"
-    if list(inspect.signature(plain).parameters)[2:] or [name for name, _ in module.named_parameters()] != ["weight"]:
-        return "it takes more than its input and one weight"
+        return "its forward was already replaced"
+    takes_more = len(inspect.signature(original).parameters) > 2
+    if takes_more or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return "it has more than one argument or weight"
     if eps is None or weight is None:
-        return "it has no epsilon of a known name"
+        return "its epsilon has an unknown name"
     reason = ""
     for offset in (0.0, 1.0):
         reason = _test_norm(module, weight, float(eps), offset)
         if not reason:
-            return _norm_method(plain, float(eps), offset, recompute)
+            return _norm_method(original, float(eps), offset, recompute)
     return reason
 
 
-def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> Forward:
+def _norm_method(original: Forward, eps: float, offset: float, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or weight.requires_grad:
-            result: Tensor = plain(self, x)
+            result: Tensor = original(self, x)
             return result
         y = rms_norm(x, weight, eps, offset)
         if recompute and _should_recompute(y):
@@ -203,25 +207,26 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
     width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
-    twin = copy.copy(module)
+    probe = copy.copy(module)
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
         x = (draw(3, 4, width) * draw(3, 4, 1, scale=30.0).detach()).detach()
         x[0] *= eps**0.5 / 30  # rows small enough for epsilon to matter
         x.requires_grad_()
-        vars(twin)["weight"] = factor = draw(width).detach()  # shadows the module's own
-        return rms_norm(x, factor, eps, offset), type(module).forward(twin, x), [x]
+        vars(probe)["weight"] = factor = draw(width).detach()  # shadows the module's weight
+        return rms_norm(x, factor, eps, offset), type(module).forward(probe, x), [x]
 
-    return _difference(run, weight)
+    return _compare(run, weight)
 
 
-def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
+def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
+    """Return the new forward of a gated MLP, or why the MLP keeps its own."""
     names = _projections(module)
     assert names is not None
     if "forward" in vars(module):
-        return "its forward has been replaced already"
-    if list(inspect.signature(type(module).forward).parameters)[2:]:
-        return "it takes more than its input"
+        return "its forward was already replaced"
+    if len(inspect.signature(type(module).forward).parameters) > 2:
+        return "it has more than one argument"
     reason = ""
     for gated in (gelu_mul, silu_mul):
         reason = _test_mlp(module, names, gated)
@@ -241,46 +246,47 @@ def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forwar
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        of_gate, of_result = _multipliers(self)
-        if of_gate != 1.0:
-            gate = gate * of_gate
+        gate_factor, result_factor = _multipliers(self)
+        if gate_factor != 1.0:
+            gate = gate * gate_factor
         h = gated(gate, up)
         if recompute and _should_recompute(h):
             setattr(h, _RECOMPUTE, partial(gated, gate, up))
         result: Tensor = self.down_proj(h)
-        return result if of_result == 1.0 else result * of_result
+        return result if result_factor == 1.0 else result * result_factor
 
     return forward
 
 
 def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
-    """Return why this MLP is not `gated(gate, up)` between its projections; empty if it is."""
-    twin, (of_gate, of_result) = copy.copy(module), _multipliers(module)
-    seen: list[Tensor] = []
+    """Return how this MLP differs from `gated(gate, up)` between its projections; empty if it does not."""
+    probe, (gate_factor, result_factor) = copy.copy(module), _multipliers(module)
+    received: list[Tensor] = []
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
         x, gate, up = draw(3, 4, 16), draw(3, 4, 32, scale=3.0), draw(3, 4, 32)
-        given = {"gate_proj": gate, "up_proj": up, "gate_up_proj": torch.cat([gate, up], dim=-1)}
-        seen.clear()
+        projected = {"gate_proj": gate, "up_proj": up, "gate_up_proj": torch.cat([gate, up], dim=-1)}
+        received.clear()
 
         def project(name: str, value: Tensor) -> Tensor:
-            seen.append(value)
-            return given.get(name, value)
+            received.append(value)
+            return projected.get(name, value)
 
         for name in names:
-            vars(twin)[name] = partial(project, name)  # shadows the module's own
-        result = type(module).forward(twin, x)
-        *inputs, end = seen
-        projects_last = result is end or hasattr(module, "down_multiplier")
-        if not projects_last or len(seen) != len(names) or any(value is not x for value in inputs):
+            vars(probe)[name] = partial(project, name)  # shadows the module's projection
+        result = type(module).forward(probe, x)
+        *inputs, last = received
+        projects_last = result is last or hasattr(module, "down_multiplier")
+        if not projects_last or len(received) != len(names) or any(value is not x for value in inputs):
             raise ValueError("it does more than project, activate and project back")
-        return gated(gate * of_gate, up) * of_result, result, [gate, up]
+        return gated(gate * gate_factor, up) * result_factor, result, [gate, up]
 
-    return _difference(run, next(module.parameters()))
+    return _compare(run, next(module.parameters()))
 
 
-def _rotary(plain: Forward, like: Tensor) -> Forward | str:
-    if list(inspect.signature(plain).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
+    """Return the new `apply_rotary_pos_emb`, or why the model keeps its own."""
+    if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return "its arguments are not q, k, cos, sin, unsqueeze_dim"
 
     def test(width: int) -> str:
@@ -288,36 +294,33 @@ def _rotary(plain: Forward, like: Tensor) -> Forward | str:
             q, k = draw(2, 5, 4, 32), draw(2, 5, 2, 32)
             angle = torch.cat([draw(2, 5, width // 2, scale=3.0).detach()] * 2, dim=-1)
             arguments = q.transpose(1, 2), k.transpose(1, 2), angle.cos(), angle.sin()
-            ours, theirs = rope(*arguments), plain(*arguments)
+            ours, theirs = rope(*arguments), original(*arguments)
             return torch.cat(ours, dim=1), torch.cat(theirs, dim=1), [q, k]
 
-        return _difference(run, like)
+        return _compare(run, like)
 
-    reason, takes_part = test(32), not test(16)
-    return reason or _rotary_function(plain, takes_part)
+    reason, rotates_part = test(32), not test(16)
 
-
-def _rotary_function(plain: Forward, takes_part: bool) -> Forward:
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        usual = unsqueeze_dim == 1 and q.dtype == cos.dtype and cos.dim() == 3
-        if usual and (takes_part or cos.shape[-1] == q.shape[-1]):
+        is_supported = unsqueeze_dim == 1 and q.dtype == cos.dtype and cos.dim() == 3
+        if is_supported and (rotates_part or cos.shape[-1] == q.shape[-1]):
             return rope(q, k, cos, sin)
-        return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
-    return apply_rotary_pos_emb
+    return reason or apply_rotary_pos_emb
 
 
 Draw = Callable[..., Tensor]
 
 
-def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
-    """Compare results and gradients in fp32 and in the model's dtype; return what differs, or an empty string.
+def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
+    """Compare results and gradients in fp32 and in the model's dtype; return the difference, or an empty string.
 
-    `run` gets a function that draws normal numbers, and returns our result, the model's, and their inputs. For an
+    `run` gets a function that draws normal numbers. It returns our result, the model's result, and their inputs. For an
     empty model it runs on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
-    for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _ALLOWED else torch.float32]):
+    for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(_draw, generator, dtype)
         try:
@@ -328,13 +331,13 @@ def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like
                 pairs += zip(*(torch.autograd.grad(y, inputs, grad) for y in (ours, theirs)), strict=True)
         except _FAILURES as error:
             return str(error).split("\n")[0]
-        for got, wanted in ((ours.detach(), theirs.detach()) for ours, theirs in pairs):
-            if got.dtype != wanted.dtype or got.shape != wanted.shape:
-                return f"it returns {tuple(wanted.shape)} in {wanted.dtype}"
-            difference = (got.double() - wanted.double()).square().mean().sqrt()
-            error_of = float(difference / wanted.double().square().mean().sqrt())
-            if not error_of <= _ALLOWED[dtype]:
-                return f"it computes something else (off by {error_of:.1g} in a test)"
+        for actual, expected in ((ours.detach(), theirs.detach()) for ours, theirs in pairs):
+            if actual.dtype != expected.dtype or actual.shape != expected.shape:
+                return f"it returns {tuple(expected.shape)} in {expected.dtype}"
+            difference = (actual.double() - expected.double()).square().mean().sqrt()
+            relative_error = float(difference / expected.double().square().mean().sqrt())
+            if not relative_error <= _TOLERANCES[dtype]:
+                return f"it computes something else (off by {relative_error:.1g} in a test)"
     return ""
 
 

@@ -1,9 +1,9 @@
-"""Attention over packed documents: variable-length flash attention on a GPU, a block mask elsewhere.
+"""Compute attention over packed documents: variable-length flash attention on a GPU, a block mask elsewhere.
 
-transformers isolates documents by `position_ids` that restart, if it gets no attention mask and no cache; it then
-builds an L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention
-computes each one separately, without a mask. Without flash attention (fp32, GPUs before Ampere) shared key heads are
-copied for every query head; torch would fall back to products that keep L x L probabilities.
+Without an attention mask and a cache, transformers detects documents by `position_ids` that restart, and builds an
+L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention computes each
+one separately, without a mask. Without flash attention (fp32, GPUs before Ampere) shared key heads are copied for every
+query head, because torch would fall back to products that keep L x L probabilities.
 """
 
 import inspect
@@ -18,6 +18,7 @@ from trainer.contract.known_versions import replaces, require
 from trainer.data.batches import SequencePart
 from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
 from trainer.patches.attention_sinks import attend_per_document, causal_mask, flash_with_sinks, has_sinks
 from trainer.patches.replace import replace
@@ -28,7 +29,7 @@ TOWER = "zerolora_flash_windows"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 CUDNN_TILE = 128
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_ALONE = torch.nn.Module()  # passed instead of an attention module: it has no shared heads
+_NO_SHARED_HEADS = torch.nn.Module()  # passed in place of an attention module: it has no `num_key_value_groups`
 
 SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
@@ -36,22 +37,22 @@ SUPPORT_FLAGS = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""Attributes by which transformers' model classes declare their support."""
+"""Attributes of transformers' model classes that declare support for an attention."""
 
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Make a model's block masks keep documents apart, even if its code passes no positions (Granite 4.0 H)."""
-    modeling, decoder = sys.modules[type(base).__module__], base.base_model
-    create = getattr(modeling, "create_causal_mask", None)
+    """Make a model's block masks separate documents, even if its code passes no positions (Granite 4.0 H)."""
+    modeling_file, decoder = sys.modules[type(base).__module__], base.base_model
+    create = getattr(modeling_file, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):
         return
     decoder.packed_positions = None
 
-    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def store_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         module.packed_positions = kwargs.get("position_ids")
 
-    def forget(module: Any, *_: Any) -> None:
+    def clear_positions(module: Any, *_: Any) -> None:
         module.packed_positions = None
 
     def create_with_positions(*args: Any, **kwargs: Any) -> Any:
@@ -59,33 +60,33 @@ def pass_positions_to_masks(base: Any) -> None:
             kwargs["position_ids"] = decoder.packed_positions
         return create(*args, **kwargs)
 
-    decoder.register_forward_pre_hook(keep, with_kwargs=True)
-    decoder.register_forward_hook(forget, always_call=True)
-    replace(modeling, "create_causal_mask", create_with_positions)
+    decoder.register_forward_pre_hook(store_positions, with_kwargs=True)
+    decoder.register_forward_hook(clear_positions, always_call=True)
+    replace(modeling_file, "create_causal_mask", create_with_positions)
 
 
 def check_supported(section: ModelSection, model: Any) -> None:
     """Raise UserError if the model does not support the requested attention."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
-    capped = chosen == "sdpa" and not supports_sdpa(model)
-    if capped or (flag is not None and not require(model, flag, "transformers")):
+    lacks_sdpa = chosen == "sdpa" and not supports_sdpa(model)
+    if lacks_sdpa or (flag is not None and not require(model, flag, "transformers")):
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
 
 def check_shareable(size: int, model: Any) -> None:
-    """Raise UserError if the attention of a model, which may be empty, cannot be divided among `size` ranks."""
+    """Raise UserError if the attention of a loaded or empty model cannot be divided among `size` ranks."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
-    recurrent = any(
+    is_recurrent = any(
         isinstance(module, torch.nn.Conv1d) and not path.startswith(towers) for path, module in model.named_modules()
     )
     fix = "1"
-    if recurrent or set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    if is_recurrent or set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         problem = "has recurrent or chunked layers, which need all earlier tokens"
     elif has_sinks(model):
-        problem = "has attention sinks, which are not supported yet"
+        problem = "has attention sinks, which are not supported"
     elif not require(model, "_supports_attention_backend", "transformers") or not supports_sdpa(model):
         problem = "has attention that cannot be replaced"
     elif not isinstance(heads, int) or heads % size:
@@ -111,11 +112,11 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Make a loaded model that uses transformers' attention registry compute packed documents separately.
 
-    Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
+    Models with attention sinks need this even without flash attention, because transformers would mix their documents.
     """
-    takes_ours = require(model, "_supports_attention_backend", "transformers")
-    by_kernels = supports_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
-    if takes_ours and (by_kernels or has_sinks(model)):
+    is_replaceable = require(model, "_supports_attention_backend", "transformers")
+    uses_flash = supports_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
+    if is_replaceable and (uses_flash or has_sinks(model)):
         set_varlen(model)
 
 
@@ -140,21 +141,25 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 def can_share_keys(model: Any) -> bool:
     """Return whether our attention can compute documents that share keys in a loaded model: no sinks, no chunks."""
-    takes_ours = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
-    by_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
-    usual = model.config._attn_implementation in ("sdpa", VARLEN)
-    return takes_ours and usual and not by_chunks and not has_sinks(model)
+    is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
+    has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
+    uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
+    return is_replaceable and uses_sdpa and not has_chunks and not has_sinks(model)
 
 
 def set_varlen(model: Any) -> None:
     """Make a loaded model use our attention."""
-    _register()
+    from transformers import AttentionInterface
+
+    # Without a registered mask transformers builds none. It would be L x L in every forward pass, and detecting packed
+    # documents would wait for the device.
+    AttentionInterface.register(VARLEN, sequence_attention)
     model.set_attn_implementation(VARLEN)
 
 
 def disable_varlen(model: Any) -> None:
     """Restore transformers' sdpa, which masks packed documents."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = find_base_model(model)
     if base.config._attn_implementation == VARLEN:
         base.set_attn_implementation("sdpa")
 
@@ -182,7 +187,7 @@ def sdpa_with_own_heads(
 ) -> tuple[torch.Tensor, None]:
     """Compute transformers' sdpa with shared key and value heads copied for each query head; [B, heads, L, head_dim].
 
-    Without a mask transformers leaves shared heads to torch, but its memory-efficient kernels do not support them.
+    Without a mask transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
     Without flash attention only plain products remain, which keep L x L probabilities per head.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -191,7 +196,7 @@ def sdpa_with_own_heads(
         key, value = (repeat_kv(heads, query.shape[1] // key.shape[1]) for heads in (key, value))
     if kwargs.get("is_causal") is None:
         kwargs["is_causal"] = getattr(module, "is_causal", True)
-    return sdpa_attention_forward(_ALONE, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(_NO_SHARED_HEADS, query, key, value, attention_mask, **kwargs)
 
 
 def varlen_attention(
@@ -211,11 +216,11 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]). Without `cu_seqlens` (text generation) it is
+    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation) it is
     transformers' sdpa. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
 
-    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen,
-    the last of which belong to its own tokens.
+    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
+    The last of them belong to the document's own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -225,14 +230,14 @@ def varlen_attention(
         return attend_per_document(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
     if cu_seqlens is None:
         if attention_mask is None:
-            attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)
+            attention_mask = _build_mask(query.shape[2], key.shape[2], sliding_window, query.device)
         kwargs |= {"scaling": scaling, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
     assert max_seqlen is not None
     if kwargs.get("softcap") is not None:
         raise UserError(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
-            "support; use eager, or dataset.packing: false"
+            "support. Use eager, or set dataset.packing: false"
         )
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
@@ -240,8 +245,8 @@ def varlen_attention(
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
-    more = max_seqlen, scaling, dropout, window, key_index, key_seqlens
-    return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
+    options = max_seqlen, scaling, dropout, window, key_index, key_seqlens
+    return _attend_varlen(query, key, value, cu_seqlens, *options).unsqueeze(0), None
 
 
 def sequence_attention(
@@ -253,7 +258,7 @@ def sequence_attention(
     sequence: SequencePart | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `varlen_attention`; with `sequence`, [1, heads, T/N, head_dim] are the tokens of one of N ranks."""
+    """Compute `varlen_attention`; with `sequence`, of the tokens [1, heads, T/N, head_dim] on one of N ranks."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)
@@ -312,11 +317,11 @@ def _attend_varlen(
 ) -> torch.Tensor:
     key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
     if key_index is not None:
-        # By rows [heads, head_dim], which lie together.
+        # Select rows [heads, head_dim], which are contiguous.
         key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
     if not has_flash(query.device, query.dtype):
         return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
-    # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
+    # The operator that varlen_attn calls. In torch 2.11 varlen_attn copies shared key heads.
     out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
@@ -342,8 +347,8 @@ def _attend_in_turn(
     outs = []
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
-        mask = _mask_of_one_text(q.shape[2], k.shape[2], window, q.device)
-        outs.append(sdpa_with_own_heads(_ALONE, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+        mask = _build_mask(q.shape[2], k.shape[2], window, q.device)
+        outs.append(sdpa_with_own_heads(_NO_SHARED_HEADS, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, 1)
 
 
@@ -352,31 +357,23 @@ def _attend_batched(
 ) -> torch.Tensor:
     """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) need 58 % of the time.
 
-    Measured on one H200, 4 x 2048 tokens, 32 heads of 128 with 8 key heads, forward and backward: 1.13 against 1.97 ms.
+    On one H200, with 4 x 2048 tokens, 32 heads of 128 and 8 key heads, both passes took 1.13 instead of 1.97 ms.
     """
-    # squeeze instead of [0]: the derivative of an index is a copy into zeros
+    # squeeze() instead of [0], since the derivative of an index is a copy into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
-    whole_tiles = q.shape[2] % CUDNN_TILE == 0
-    with sdpa_kernel([*WITHOUT_CUDNN, SDPBackend.CUDNN_ATTENTION] if whole_tiles else WITHOUT_CUDNN):
+    fills_tiles = q.shape[2] % CUDNN_TILE == 0
+    with sdpa_kernel([*WITHOUT_CUDNN, SDPBackend.CUDNN_ATTENTION] if fills_tiles else WITHOUT_CUDNN):
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _mask_of_one_text(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return a mask [1, 1, queries, keys], true where a query attends; None if sdpa's causal attention does the same.
+def _build_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Build the mask [1, 1, queries, keys] of one document; None if sdpa's causal attention does the same.
 
-    There is no padding: generation never batches rows of different lengths.
+    Documents have no padding, as generation never batches rows of different lengths.
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None
     return causal_mask(queries, keys, window, device)
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    # No mask is registered, so transformers builds none: it would be L x L in every forward pass, and finding out
-    # whether documents are packed would wait for the device.
-    AttentionInterface.register(VARLEN, sequence_attention)

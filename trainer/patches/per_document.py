@@ -1,9 +1,9 @@
-"""Packed documents in recurrent layers: every document starts from an empty state.
+"""Start every packed document from an empty state in recurrent layers.
 
-transformers isolates packed documents in attention. State-space layers, linear attention and short convolutions carry
-their state across the bounds, unless their kernels get these (flash-linear-attention, mamba-ssm, causal-conv1d). Where
-they do not, a layer computes its documents as rows of a batch, padded on the right, which a causal layer never reads.
-The bounds reach the layers by a context variable, because many models do not pass on arguments; gradient checkpointing
+transformers separates packed documents in attention. State-space layers, linear attention and short convolutions carry
+their state across documents, unless their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) get the bounds.
+Otherwise a layer computes its documents as rows of a batch, padded on the right, which a causal layer never reads. The
+bounds reach the layers by a context variable, because many models do not pass on arguments. Gradient checkpointing
 restores it for the recomputation.
 """
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
-from trainer.patches.mamba import CONVOLUTION, why_not_used
+from trainer.patches.mamba import CONVOLUTION, why_kernels_unused
 from trainer.patches.replace import replace
 
 CONVOLUTION_NAME = "causal_conv1d_fn"
@@ -31,42 +31,42 @@ _MARK = "_zerolora_one_call"
 
 
 class Documents:
-    """Where the documents of a micro-batch [B, L] are."""
+    """Positions of the documents of a micro-batch [B, L]."""
 
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
-        """Find the documents in positions that restart, on the host, and `move` what layers need to the device.
+        """Find the documents on the host by positions that restart, and `move` the layers' indices to the device.
 
-        Documents of similar length are computed together, at most half of their tokens padding. `one_call` computes
-        all of them together: every rank must call a layer equally often if each call gathers its weights.
+        Documents of similar length are computed together, with at most half of their tokens padding. `one_call`
+        computes all of them together, because every rank must call a layer equally often if each call gathers weights.
         """
         self.shape = position_ids.shape
         is_first = position_ids.flatten() == 0
         starts = is_first.nonzero().squeeze(1)
         bounds = torch.cat([starts, starts.new_tensor([len(is_first)])])
         lengths = bounds.diff()
-        classes = torch.zeros_like(lengths) if one_call else lengths.double().log2().ceil().long()
+        buckets = torch.zeros_like(lengths) if one_call else lengths.double().log2().ceil().long()
         self.groups: list[Tensor] = []
-        """Indices of the tokens of each batch of documents [n, l], with the last one repeated as padding."""
+        """Token indices of each batch of documents [n, l]; the last index of a document is repeated as padding."""
         positions, offset = torch.empty_like(is_first, dtype=torch.long), 0
-        for kind in classes.unique():
-            begins, sizes = starts[classes == kind, None], lengths[classes == kind, None]
-            within = torch.arange(int(sizes.max()))
-            index = begins + within.minimum(sizes - 1)
-            positions[index[within < sizes]] = offset + (within < sizes).flatten().nonzero().squeeze(1)
+        for bucket in buckets.unique():
+            begins, sizes = starts[buckets == bucket, None], lengths[buckets == bucket, None]
+            columns = torch.arange(int(sizes.max()))
+            index = begins + columns.minimum(sizes - 1)
+            positions[index[columns < sizes]] = offset + (columns < sizes).flatten().nonzero().squeeze(1)
             offset += index.numel()
             self.groups.append(move(index))
         self.positions = move(positions)
-        """Where the tokens of the micro-batch are in the concatenated groups [B L]."""
+        """Positions of the micro-batch's tokens in the concatenated groups [B L]."""
         numbers = (is_first.cumsum(0) - 1).int()[None]
         self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
-        """Arguments by which transformers' kernels keep the documents of one row apart."""
+        """Arguments by which transformers' kernels separate the documents of one row."""
 
 
 _DOCUMENTS: ContextVar[Documents | None] = ContextVar("documents", default=None)
 
 
 class PerDocument:
-    """A layer's forward that computes each document alone: `by_kernels` in one row, else as rows of a batch."""
+    """A layer's forward that computes documents separately: `by_kernels` in one row, otherwise as rows of a batch."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -77,41 +77,41 @@ class PerDocument:
         documents = _DOCUMENTS.get()
         if documents is None:
             return self._forward(*args, **kwargs)
-        token = _DOCUMENTS.set(None)  # for layers within this one
+        token = _DOCUMENTS.set(None)  # layers within this one must not separate documents again
         try:
             if self.by_kernels:
                 try:
-                    return self._in_one_row(documents, args, kwargs)
-                except ValueError:  # by which transformers refuses bounds without the kernels' packages
+                    return self._compute_row(documents, args, kwargs)
+                except ValueError:  # raised by transformers for bounds without the kernels' packages
                     self.by_kernels = False
-            return self._in_batches(documents, args, kwargs)
+            return self._compute_batches(documents, args, kwargs)
         finally:
             _DOCUMENTS.reset(token)
 
-    def _in_one_row(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+    def _compute_row(self, documents: Documents, args: Any, kwargs: Any) -> Any:
         shape = documents.shape
         args, kwargs = _select((args, kwargs), shape, None)
         return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
 
-    def _in_batches(self, documents: Documents, args: Any, kwargs: Any) -> Any:
-        found = []
+    def _compute_batches(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+        results = []
         for index in documents.groups:
-            some_args, some_kwargs = _select((args, kwargs), documents.shape, index)
-            found.append(self._forward(*some_args, **some_kwargs))
-        return _join(found, [index.shape for index in documents.groups], documents.shape, documents.positions)
+            batch_args, batch_kwargs = _select((args, kwargs), documents.shape, index)
+            results.append(self._forward(*batch_args, **batch_kwargs))
+        return _join(results, [index.shape for index in documents.groups], documents.shape, documents.positions)
 
 
 def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
-    """Return tensors [B, L, ...] at tokens [n, l, ...], by default all [1, B L, ...].
+    """Select the tokens of `index` [n, l] from tensors [B, L, ...], by default all tokens as [1, B L, ...].
 
-    Masks become None: a document alone needs none.
+    Masks become None, since a single document needs none.
     """
 
     def select(tensor: Tensor) -> Tensor | None:
         if is_mask(tensor, shape):
             return None
         rows = tensor.flatten(0, 1)
-        # Not by brackets: their derivative sorts the indices.
+        # index_select, because the derivative of rows[index] sorts the indices.
         return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     return tree_map_only(Tensor, select, value)
@@ -123,10 +123,10 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positions: Tensor | None = None) -> Any:
-    """Return results for each token as [B, L, ...], and states as those of one part."""
+    """Join the results for tokens into [B, L, ...]; return other results, such as states, of the first part."""
     if isinstance(parts[0], tuple | list):
         return tuple(_join(items, shapes, shape, positions) for items in zip(*parts, strict=True))
-    if not all(isinstance(part, Tensor) and part.shape[:2] == own for part, own in zip(parts, shapes, strict=True)):
+    if not all(isinstance(part, Tensor) and part.shape[:2] == size for part, size in zip(parts, shapes, strict=True)):
         return parts[0]
     rows = torch.cat([part.flatten(0, 1) for part in parts])
     return (rows if positions is None else rows.index_select(0, positions)).unflatten(0, shape)
@@ -139,7 +139,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 @replaces("forward of recurrent layers over packed documents")
 def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
-    """Make the layers of this class compute each document alone; return their new forwards."""
+    """Make the layers of this class compute documents separately; return their new forwards."""
     if _MARK not in vars(base):
         replace(base, _MARK, any(map(is_partitioned, base.parameters())))
         replace(base, "forward", _receive_documents(base.forward))
@@ -147,9 +147,9 @@ def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
             if hasattr(layer, "_gradient_checkpointing_func"):
                 run = partial(_keep_documents, layer._gradient_checkpointing_func)
                 replace(layer, "_gradient_checkpointing_func", run)
-    file = sys.modules[kind.__module__]
-    if hasattr(file, CONVOLUTION_NAME) and why_not_used(*CONVOLUTION):
-        replace(file, CONVOLUTION_NAME, partial(_convolve, getattr(file, CONVOLUTION_NAME)))
+    modeling_file = sys.modules[kind.__module__]
+    if hasattr(modeling_file, CONVOLUTION_NAME) and why_kernels_unused(*CONVOLUTION):
+        replace(modeling_file, CONVOLUTION_NAME, partial(_convolve, getattr(modeling_file, CONVOLUTION_NAME)))
     layers = [module for module in base.modules() if type(module) is kind]
     forwards = [PerDocument(layer.forward) for layer in layers]
     for layer, forward in zip(layers, forwards, strict=True):
@@ -158,7 +158,7 @@ def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
 
 
 def _convolve(
-    usual: Callable[..., Tensor],
+    original: Callable[..., Tensor],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -166,13 +166,13 @@ def _convolve(
     seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Convolve along documents [B, C, L] with `weight` [C, K], each from zeros: as causal-conv1d does."""
+    """Convolve each document of [B, C, L] separately with `weight` [C, K], as causal-conv1d does."""
     from transformers.activations import ACT2FN
 
     if seq_idx is None:
-        return usual(hidden, weight, bias, activation=activation, **kwargs)
-    before, length = weight.shape[-1] - 1, hidden.shape[-1]
-    padded, numbers = F.pad(hidden, (before, 0)), F.pad(seq_idx, (before, 0), value=-1)
+        return original(hidden, weight, bias, activation=activation, **kwargs)
+    padding, length = weight.shape[-1] - 1, hidden.shape[-1]
+    padded, numbers = F.pad(hidden, (padding, 0)), F.pad(seq_idx, (padding, 0), value=-1)
     result = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     for tap, factor in enumerate(weight.to(result.dtype).unbind(1)):
         same = (numbers[:, tap : tap + length] == seq_idx)[:, None]
@@ -183,22 +183,24 @@ def _convolve(
 
 
 def has_separate_documents(base: nn.Module) -> bool:
-    """Return whether layers of the model compute each document alone."""
+    """Return whether some layers of the model compute documents separately."""
     return _MARK in vars(base)
 
 
 def describe_separate_documents(model: nn.Module) -> list[str]:
-    """Return a line for the console on each kind of layer that computes documents alone."""
-    forwards = {module: vars(module).get("forward") for module in model.modules()}
-    kinds = Counter((type(at).__name__, how.by_kernels) for at, how in forwards.items() if isinstance(how, PerDocument))
-    ways = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
-    return [f"packed documents: {count} {name} layers, {ways[how]}" for (name, how), count in kinds.items()]
+    """Return a line for the console on each kind of layer that computes documents separately."""
+    counts: Counter[tuple[str, bool]] = Counter()
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), PerDocument):
+            counts[type(module).__name__, forward.by_kernels] += 1
+    methods = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
+    return [f"packed documents: {count} {name} layers, {methods[kernels]}" for (name, kernels), count in counts.items()]
 
 
 def document_inputs(
     base: nn.Module, position_ids: Tensor | None, move: Callable[[Tensor], Tensor]
 ) -> dict[str, Documents]:
-    """Return the argument by which the model's layers get the documents of a pack, if they need it."""
+    """Return the argument that passes the documents of a pack to the model's layers, if they need it."""
     if position_ids is None or not has_separate_documents(base):
         return {}
     return {"documents": Documents(position_ids, move, one_call=vars(base)[_MARK])}
@@ -206,16 +208,16 @@ def document_inputs(
 
 def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def receiving(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+    def forward_with_documents(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
         token = _DOCUMENTS.set(documents)
         try:
             return forward(*args, **kwargs)
         finally:
             _DOCUMENTS.reset(token)
 
-    return receiving
+    return forward_with_documents
 
 
 def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a checkpoint that is recomputed with the documents of its forward pass."""
+    """Run a checkpoint, and recompute it with the documents of its forward pass."""
     return run(partial(copy_context().run, function), *args)

@@ -1,4 +1,4 @@
-"""Replace, for one forward pass, an output head that is one linear layer, frozen except for rows of new tokens."""
+"""Replace the output head for one forward pass, if it is a linear layer, frozen except for rows of new tokens."""
 
 import math
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from trainer.parallel.engine.partitioned import is_partitioned
 @torch.no_grad()
 def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
     """Return c if the logits are c times the head's output (1 for most models, 1 / scaling for Granite), else None."""
-    seen: list[float] = []
+    factors: list[float] = []
     training = module.training
-    module.eval()  # without dropout, which would advance the random state of the first step
+    module.eval()  # dropout would advance the random state of the first step
     for probe in (1.0, 2.0, -64.0):
         with replace_head(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
             logits = module(input_ids=tokens, use_cache=False).logits
-        seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
+        factors.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
     module.train(training)
-    return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
+    return factors[0] if factors[0] > 0 and len(set(factors)) == 1 else None
 
 
 def why_not_plain(head: Any) -> str:
-    """Return why head and loss are computed separately; empty if they are fused."""
+    """Return why this head cannot be fused with the loss; empty if it can."""
     layer = linear_layer(head)
     if type(layer) is not nn.Linear:
-        return "the head is adapted or not a linear layer" if head is not None else "the model computes every logit"
+        return "the head is adapted or not a linear layer" if head is not None else "the model computes all logits"
     if layer.bias is not None:
         return "the head has a bias"
     if layer.weight.requires_grad:
@@ -43,12 +43,12 @@ def why_not_plain(head: Any) -> str:
 
 
 def linear_layer(head: Any) -> Any:
-    """Return the layer inside PEFT's wrapper of a head with trained rows; any other head as it is."""
+    """Return the layer inside PEFT's wrapper of a head with trained rows; return any other head unchanged."""
     return head.original_module if _has_trained_rows(head) else head
 
 
 def trained_rows(head: Any) -> TrainedRows | None:
-    """Return the trained rows of the head (`model.added_tokens`); None without any, or while the adapter is off."""
+    """Return the trained rows of the head (`model.added_tokens`); None if there are none or the adapter is disabled."""
     if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
         return None
     adapter = head.token_adapter
@@ -66,7 +66,7 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""The indices on their device: copying them in every pass would wait for it."""
+"""The indices on their device, as copying them in every pass would wait for it."""
 
 
 @replaces("the forward of the output head")

@@ -1,6 +1,6 @@
-"""Gradient checkpointing: the parts of the model that are recomputed in the backward pass, and what is kept instead.
+"""Set up gradient checkpointing: recompute parts of the model in the backward pass, and keep only their inputs.
 
-non_reentrant, reentrant   recompute every decoder layer, or the first ones; keep its input
+non_reentrant, reentrant   recompute every decoder layer, or the first ones
 selective                  recompute the MLP of every layer, which keeps most of a layer's activations, not attention
 offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
 """
@@ -22,10 +22,11 @@ from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed, replaces
 from trainer.model.reached_layers import find_decoder_layers
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
+from trainer.parallel.ranks import process_state
 from trainer.patches.replace import replace, undo
 
 _aten = torch.ops.aten
-OPERATORS = {
+ATTENTION_OPERATORS = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -37,9 +38,9 @@ Results = deque[list[Any]]
 
 @replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
-    """Set up `training.gradient_checkpointing`; return a line for the console, None if it is off.
+    """Set up `training.gradient_checkpointing`; return a line for the console, or None if it is off.
 
-    Raises UserError if `selective` finds no feed-forward part to recompute.
+    Raises UserError if `selective` finds no feed-forward part.
     """
     mode = training.gradient_checkpointing
     if mode == "none":
@@ -49,11 +50,11 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
     offload = HostCopies() if training.offload_activations else None
-    run, kept = _choose_run(model, training, offload), "kept on the device"
+    run, storage = _choose_run(model, training, offload), "on the device"
     if offload is not None:
         run = partial(_run_with_offload, offload, run)
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
-        kept = "kept in host memory"
+        storage = "in host memory"
     if mode == "selective":
         parts = feed_forward_parts(model)
         if not parts:
@@ -62,8 +63,8 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
                 "use non_reentrant"
             )
         for part in parts:
-            replace(part, "forward", _recomputed(part.forward, run))
-        return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are {kept}"
+            replace(part, "forward", _checkpoint_forward(part.forward, run))
+        return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are kept {storage}"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
@@ -72,34 +73,31 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         replace(layer, "_gradient_checkpointing_func", run)
     which = "every layer"
     if first := training.gradient_checkpointing_layers:
-        which = _leave_out_but_the_first(model, layers, first)
-    but = " but attention" if not training.recompute_attention else ""
-    return f"recomputed in the backward pass: {which}{but}; their inputs are {kept}"
+        which = _recompute_first(model, layers, first)
+    exception = " except attention" if not training.recompute_attention else ""
+    return f"recomputed in the backward pass: {which}{exception}; their inputs are kept {storage}"
 
 
 def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
+    """Return the function that runs a checkpoint."""
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if _draws(model):
-        run = _repeating_draws
+    if _is_random(model):
+        run = _repeat_random_numbers
     if not training.recompute_attention:
-        if draws_in_attention(model):
+        if has_random_attention(model):
             raise UserError(
                 "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
                 "layer is recomputed; use auto"
             )
-        store, load = (offload.copy, offload.give_back) if offload else (_unchanged, _unchanged)
+        store, load = (offload.copy, offload.fetch) if offload else (lambda tensor: tensor, lambda tensor: tensor)
         run = partial(run, context_fn=partial(keep_attention, store, load))
     return run
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
+    """Run a checkpoint that repeats its random numbers; during the capture of a CUDA graph, only our operators' ones.
 
-
-def _repeating_draws(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
-    """Run a checkpoint that repeats its random numbers; during the capture of a CUDA graph only those of our operators.
-
-    Other random numbers are noticed there: the graph has different gradients (trainer/parallel/engine/cuda_graphs.py).
+    There, other random numbers change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
@@ -113,18 +111,18 @@ def _repeating_draws(function: Callable[..., Any], *args: Any, **contexts: Any) 
     )
 
 
-def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:
-    """Recompute only the first layers, if the model's code supports it; return which ones are recomputed."""
+def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
+    """Recompute only the first layers if the model's code supports it; return a description of those recomputed."""
     blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
-        return f"every layer: this model supports only all or none (not gradient_checkpointing_layers={first})"
+        return f"every layer, because this model does not support training.gradient_checkpointing_layers={first}"
     for block in blocks[first:]:
         replace(block, "gradient_checkpointing", False)
     return f"the first {min(first, len(blocks))} of {len(blocks)} layers"
 
 
 def recomputed_whole(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
-    """Return the decoder layers that keep only their input if the other layers are not recomputed."""
+    """Return the recomputed decoder layers of a run that recomputes only the first ones."""
     return list(find_decoder_layers(model)[1])[: training.gradient_checkpointing_layers or 0]
 
 
@@ -139,16 +137,16 @@ def disable_recomputation(model: Any) -> None:
         model.disable_input_require_grads()
 
 
-def _draws(model: Any) -> bool:
-    """Return whether training draws random numbers, which the recomputation has to repeat.
+def _is_random(model: Any) -> bool:
+    """Return whether training draws random numbers, which the recomputation must repeat.
 
-    OPT, Seed-OSS and others call torch's dropout function instead of a module: only their configuration shows it.
+    OPT, Seed-OSS and others call torch's dropout function instead of a module, so only their configuration shows it.
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     settings = model.config.get_text_config().to_dict()
-    noise = [value for name, value in settings.items() if "drop" in name or "jitter" in name]
-    return any(isinstance(value, float) and value > 0 for value in noise)
+    rates = [value for name, value in settings.items() if "drop" in name or "jitter" in name]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
@@ -158,8 +156,8 @@ def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
     parts: list[nn.Module] = []
     for block in find_decoder_layers(model)[1]:
         for child in block.children():
-            mixes = hasattr(child, "layer_idx")  # with which attention and state-space mixers find their cache
-            if not mixes and not isinstance(child, LoraLayer) and not is_linear(child) and _has_matrices(child):
+            is_mixer = hasattr(child, "layer_idx")  # attention and state-space mixers find their cache with it
+            if not is_mixer and not isinstance(child, LoraLayer) and not is_linear(child) and _has_matrices(child):
                 parts.append(child)
     return parts
 
@@ -167,11 +165,11 @@ def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
 def _has_matrices(part: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
-    layers = any(isinstance(module, LoraLayer) or is_linear(module) for module in part.modules())
-    return layers or any(len(model_shape(parameter)) > 1 for parameter in part.parameters())
+    has_layers = any(isinstance(module, LoraLayer) or is_linear(module) for module in part.modules())
+    return has_layers or any(len(model_shape(parameter)) > 1 for parameter in part.parameters())
 
 
-def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_forward(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -181,20 +179,19 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
 
 
 def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    # These hooks see only the tensors that the checkpoint itself keeps: inside it, its own hooks apply.
+    # These hooks see only the tensors that the checkpoint itself keeps, since inside it, its own hooks apply.
     offload.layer += 1
-    with torch.autograd.graph.saved_tensors_hooks(offload.keep, offload.give_back):
+    with torch.autograd.graph.saved_tensors_hooks(offload.copy_input, offload.fetch):
         return run(function, *args)
 
 
 def free_host_memory() -> int:
-    """Return the bytes of this host's memory that may be filled with activations: those free but for a tenth of all."""
-    memory = psutil.virtual_memory()
-    return max(0, memory.available - memory.total // 10)
+    """Return the bytes of host memory that may hold activations: the free memory, minus a tenth of the machine's."""
+    return max(0, int(process_state.free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
 
 
 class HostCopies:
-    """Activations in pinned host memory, copied on a separate stream, with those of the next layer prefetched.
+    """Activations in pinned host memory, copied on a separate stream and prefetched one layer ahead.
 
     The backward pass needs the layers in reverse order. CPU tensors are not copied.
     """
@@ -205,21 +202,21 @@ class HostCopies:
         """Page-locked memory by position in the pass, reused in every pass."""
         self._copies: list[_Copy] = []
         self.layer = 0
-        """Number of the layer that runs; its copies return to the device together."""
+        """Number of the current layer; its copies are fetched together."""
 
     def start_pass(self, *_: Any) -> None:
-        """Forget the copies that an earlier pass did not fetch (a forward pre-hook)."""
+        """Drop the copies that an earlier pass did not fetch (a forward pre-hook)."""
         self._copies, self.layer = [], 0
 
-    def keep(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start copying an activation to the host; return other tensors, such as masks, as they are.
+    def copy_input(self, tensor: Tensor) -> "Tensor | _Copy":
+        """Start copying an activation to the host; return other tensors, such as masks, unchanged.
 
-        The first one of a pass is the embedding, which needs no gradient.
+        The first activation of a pass is the embedding, which needs no gradient.
         """
         return self.copy(tensor) if tensor.requires_grad or not self._copies else tensor
 
     def copy(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start copying a tensor to the host, unless the host has no room, or it is empty or not floating-point."""
+        """Start copying a floating-point tensor to the host; return the tensor itself if the host's memory is full."""
         if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if self._stream is None:
@@ -231,7 +228,7 @@ class HostCopies:
                 return tensor
             buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._buffers[position] = buffer
-        strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless elements overlap
+        strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's, unless its elements overlap
         host = buffer.as_strided(tensor.shape, strides)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -241,20 +238,20 @@ class HostCopies:
         self._copies.append(copy)
         return copy
 
-    def give_back(self, kept: "Tensor | _Copy") -> Tensor:
-        """Return the activation on its device, and prefetch the others of its layer and those of the one before it."""
-        if isinstance(kept, Tensor):
-            return kept
-        self._fetch(kept)
-        while self._copies and self._copies[-1].layer >= kept.layer - 1:
-            self._fetch(self._copies.pop())
-        assert kept.arrived is not None and kept.device_copy is not None
-        kept.arrived.wait()
-        tensor, kept.device_copy = kept.device_copy, None
+    def fetch(self, copy: "Tensor | _Copy") -> Tensor:
+        """Return the activation on its device, and prefetch the others of its layer and of the layer before."""
+        if isinstance(copy, Tensor):
+            return copy
+        self._start_fetch(copy)
+        while self._copies and self._copies[-1].layer >= copy.layer - 1:
+            self._start_fetch(self._copies.pop())
+        assert copy.arrived is not None and copy.device_copy is not None
+        copy.arrived.wait()
+        tensor, copy.device_copy = copy.device_copy, None
         tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
-    def _fetch(self, copy: "_Copy") -> None:
+    def _start_fetch(self, copy: "_Copy") -> None:
         if copy.device_copy is not None:
             return
         assert self._stream is not None
@@ -274,9 +271,9 @@ class _Copy:
 def keep_attention(
     store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpoint's forward pass and of its recomputation.
+    """Return contexts for a checkpoint's forward pass and its recomputation, which keep the results of attention.
 
-    `store` returns what is kept of a tensor, and `load` the tensor again.
+    `store` converts a tensor to the object that is kept, and `load` converts it back.
     """
     results: Results = deque()
     return _Keep(results, store), _Return(results, load)
@@ -289,8 +286,8 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in OPERATORS:
-            # Detached: autograd will make the results themselves part of the graph.
+        if func in ATTENTION_OPERATORS:
+            # Detached, because autograd makes the results themselves part of the graph.
             self._results.append([self._store(x.detach()) if isinstance(x, Tensor) else x for x in result])
         return result
 
@@ -301,12 +298,12 @@ class _Return(TorchDispatchMode):
         self._results, self._load = results, load
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in OPERATORS:
+        if func not in ATTENTION_OPERATORS:
             return func(*args, **(kwargs or {}))
         return tuple(x if x is None or isinstance(x, int) else self._load(x) for x in self._results.popleft())
 
 
-def draws_in_attention(model: Any) -> bool:
+def has_random_attention(model: Any) -> bool:
     """Return whether the model has attention dropout, for which recomputation would draw another mask."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

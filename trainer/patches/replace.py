@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-_BEFORE = "_zerolora_before"
-_ABSENT = Ellipsis  # an attribute that the owner itself did not have; also in a deep copy of the owner
+_ORIGINALS = "_zerolora_originals"
+_ABSENT = Ellipsis  # for an attribute of the class; unlike object(), it stays the same in a deep copy
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of a module, a Python module or an engine; `undo` restores those of a model."""
-    own = vars(owner)
-    own.setdefault(_BEFORE, []).append((name, own.get(name, _ABSENT)))
+    attributes = vars(owner)
+    attributes.setdefault(_ORIGINALS, []).append((name, attributes.get(name, _ABSENT)))
     setattr(owner, name, value)
 
 
@@ -27,11 +27,11 @@ def undo(model: nn.Module) -> int:
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     count = 0
     for owner in (*model.modules(), *files):
-        notes: list[tuple[str, Any]] = vars(owner).pop(_BEFORE, [])
-        count += len(notes)
-        for name, before in reversed(notes):
-            if before is _ABSENT:
+        originals: list[tuple[str, Any]] = vars(owner).pop(_ORIGINALS, [])
+        count += len(originals)
+        for name, original in reversed(originals):
+            if original is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, before)
+                setattr(owner, name, original)
     return count

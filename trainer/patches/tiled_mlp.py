@@ -1,8 +1,8 @@
-"""Gated MLPs computed over tiles of the sequence, so that what they keep does not grow with its length.
+"""Compute gated MLPs over tiles of the sequence, so that their activations do not grow with its length.
 
-The backward pass computes a tile again just before its gradients. Only the input is kept, by `_KeepInput`: a
-recomputed layer stops there and does not compute the MLP a third time. The factors' gradients are added up over the
-tiles in 32 bits and reach autograd once, as those of an untiled MLP do.
+The backward pass recomputes a tile just before its gradients. Only the input is kept, by `_KeepInput`, at which the
+recomputation of a layer stops instead of computing the MLP a third time. The factors' gradients are summed over the
+tiles in 32 bits, and reach autograd once, like those of an untiled MLP.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,56 +18,56 @@ from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 
 AUTO_TILE = 8192
-"""Tokens per tile: enough for full matmul speed, and to make dequantizing a weight in every tile cheap."""
-Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that it reads
+"""Tokens per tile, enough for full matmul speed, and for the cost of dequantizing weights in every tile to be small."""
+Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that the module reads
 
 
 @replaces("the forward of gated MLPs, to compute tiles of the sequence")
 def tile_feed_forward(model: nn.Module, tile: int) -> int:
-    """Compute the gated MLPs of a model without dropout over tiles of `tile` tokens; return their number."""
-    parts = [module for module in model.modules() if is_gated_mlp(module) and not _draws(module)]
+    """Compute the gated MLPs without dropout in tiles of `tile` tokens; return their number."""
+    parts = [module for module in model.modules() if is_gated_mlp(module) and not _has_dropout(module)]
     for part in parts:
         replace(part, "forward", partial(_forward, part, part.forward, tile))
     return len(parts)
 
 
-def _draws(part: nn.Module) -> bool:
+def _has_dropout(part: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in part.modules())
 
 
 def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:
     if x.numel() <= tile * x.shape[-1]:
         return compute(x)
-    trained = [tensor for *_, tensor in _trained(part)]
+    trained = [tensor for *_, tensor in _list_trained(part)]
     if not torch.is_grad_enabled() or not (x.requires_grad or trained):
         return _compute_tiles(compute, x, tile)
-    kept: list[Any] = []
-    same = _KeepInput.apply(x, kept, trained[0] if trained else None)
-    result: Tensor = _Tiled.apply(same, part, compute, tile, kept[0], *trained)
+    contexts: list[Any] = []
+    view = _KeepInput.apply(x, contexts, trained[0] if trained else None)
+    result: Tensor = _Tiled.apply(view, part, compute, tile, contexts[0], *trained)
     return result
 
 
-def _trained(part: nn.Module) -> list[Trained]:
-    """Return what is trained in a module: Parameters, or the views of a flat adapter that shadow them."""
-    found: list[Trained] = []
+def _list_trained(part: nn.Module) -> list[Trained]:
+    """Return the trained Parameters of a module, or the views of a flat adapter that shadow them."""
+    trained: list[Trained] = []
     for module in part.modules():
-        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, Tensor)}
-        found += [(module, name, tensor) for name, tensor in own.items() if tensor.requires_grad]
-    return found
+        tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+        tensors |= {name: each for name, each in vars(module).items() if name in tensors and isinstance(each, Tensor)}
+        trained += [(module, name, tensor) for name, tensor in tensors.items() if tensor.requires_grad]
+    return trained
 
 
 @contextmanager
 def _read_leaves(trained: Sequence[Trained]) -> Iterator[list[Tensor]]:
     """Make modules read leaf copies of their weights within the block, to keep a tile's gradients out of the graph."""
     leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
-    before = [vars(module).get(name) for module, name, _ in trained]
+    views = [vars(module).get(name) for module, name, _ in trained]
     for (module, name, _), leaf in zip(trained, leaves, strict=True):
         vars(module)[name] = leaf
     try:
         yield leaves
     finally:
-        for (module, name, _), view in zip(trained, before, strict=True):
+        for (module, name, _), view in zip(trained, views, strict=True):
             if view is None:
                 del vars(module)[name]
             else:
@@ -83,7 +83,7 @@ def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) ->
     start = 0
     for piece in _split(x, tile):
         result = compute(piece)
-        if results is None:
+        if results is None:  # one buffer, as torch.cat would need the memory twice
             results = result.new_empty(1, x.numel() // x.shape[-1], result.shape[-1])
         results[:, start : start + piece.shape[1]] = result
         start += piece.shape[1]
@@ -92,13 +92,13 @@ def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) ->
 
 
 class _KeepInput(torch.autograd.Function):
-    """Return x, and keep it for `_Tiled`, which finds it in the context that is appended to `kept`."""
+    """Returns x and saves it for `_Tiled` in the context, which is appended to `contexts`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: list[Any], _: Tensor | None) -> Tensor:
-        """`_` is trained: without it nothing would be kept of an x that needs no gradient."""
+    def forward(ctx: Any, x: Tensor, contexts: list[Any], _: Tensor | None) -> Tensor:
+        """Save x; the last argument needs a gradient, so that autograd saves an x that needs none."""
         ctx.save_for_backward(x)
-        kept.append(ctx)
+        contexts.append(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -107,32 +107,32 @@ class _KeepInput(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
-    """`compute` over tiles of x, which is kept by the context of `_KeepInput`."""
+    """Runs `compute` on tiles of x, which the context of `_KeepInput` keeps."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, kept: Any, *_: Tensor
+        ctx: Any, x: Tensor, part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, keeper: Any, *_: Tensor
     ) -> Tensor:
-        ctx.part, ctx.compute, ctx.tile, ctx.kept = part, compute, tile, kept
+        ctx.part, ctx.compute, ctx.tile, ctx.keeper = part, compute, tile, keeper
         return _compute_tiles(compute, x, tile)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.kept.saved_tensors  # recomputes the layer up to here, if it is recomputed
-        trained = _trained(ctx.part)
-        assert len(trained) == len(ctx.needs_input_grad) - 5, "other weights are trained than in the forward pass"
+        (x,) = ctx.keeper.saved_tensors  # a checkpointed layer is recomputed up to here
+        trained = _list_trained(ctx.part)
+        assert len(trained) == len(ctx.needs_input_grad) - 5, "trained weights differ from those of the forward pass"
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         pieces = zip(*(_split(each, ctx.tile) for each in (x, grad, grad_x)), strict=True)
         with _read_leaves(trained) as leaves, torch.enable_grad():
-            for piece, grad_of_piece, grad_of_input in pieces:
+            for piece, output_grad, input_grad in pieces:
                 leaf = piece.detach().requires_grad_()
                 result = ctx.compute(leaf)
-                found, *others = torch.autograd.grad(result, [leaf, *leaves], grad_of_piece, allow_unused=True)
-                grad_of_input.copy_(found)
-                for total, other in zip(sums, others, strict=True):
-                    if other is not None:
-                        total += other
-                del result, found, others
+                leaf_grad, *weight_grads = torch.autograd.grad(result, [leaf, *leaves], output_grad, allow_unused=True)
+                input_grad.copy_(leaf_grad)
+                for total, weight_grad in zip(sums, weight_grads, strict=True):
+                    if weight_grad is not None:
+                        total += weight_grad
+                del result, leaf_grad, weight_grads
         grads = [total.to(tensor.dtype) for total, (*_, tensor) in zip(sums, trained, strict=True)]
         return grad_x, None, None, None, None, *grads

@@ -13,7 +13,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
 from trainer.model.saved_adapter import scale_adapter, scaled_adapter
-from trainer.parallel.engine.optimizer import planned_rates
+from trainer.parallel.engine.optimizer import compute_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
@@ -56,7 +56,7 @@ def check_start(
 ) -> list[str]:
     """Return warnings if the planned learning rates cannot reach the target; `bits` is the loss before `step`."""
     ratio = config.lora.loraplus_lr_ratio or 1.0
-    return steering.check_target(bits, planned_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
+    return steering.check_target(bits, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
 
 def build_divergence(

@@ -37,9 +37,9 @@ from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import Wanted, install_on_adapted, install_on_base, install_on_engine
+from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base, install_on_engine
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.mamba import unadapted_lines
+from trainer.patches.mamba import describe_unadapted
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -80,7 +80,7 @@ class Builder:
             with announce_partitioning(self._engine_config):
                 sections = [(run.lora, run.seed) for run in config.runs]
                 model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
-            lines += unadapted_lines(model)
+            lines += describe_unadapted(model)
         elif config.adapter != "none":
             with announce_partitioning(self._engine_config):
                 model = apply_adapter(
@@ -92,7 +92,7 @@ class Builder:
                     task_type=task.peft_type,
                 )
             lines += list_rank_warnings(config.lora) + describe_unadapted_layers(model, config.lora)
-            lines += unadapted_lines(model)
+            lines += describe_unadapted(model)
         lines += install_on_adapted(model, wanted)
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
@@ -130,7 +130,7 @@ class Builder:
         if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
-        return GraphedLoss.of(loss, model, mode, say, has_experts=has_experts) or loss
+        return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss
 
     def hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
@@ -205,10 +205,10 @@ class Builder:
             return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
         return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
 
-    def _patches(self, shards: LayerShards | None) -> Wanted:
+    def _patches(self, shards: LayerShards | None) -> PatchPlan:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
         config, decisions = self._config, self._decisions
-        return Wanted(
+        return PatchPlan(
             training=config.training,
             backend=config.ops.backend,
             has_adapter=config.adapter != "none",

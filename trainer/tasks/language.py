@@ -35,7 +35,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention, disable_varlen
-from trainer.patches.packing_probe import check_causal, check_parts, keep_documents_apart
+from trainer.patches.packing_probe import check_causal, check_parts, separate_documents
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
@@ -131,7 +131,7 @@ class LanguageTask(Task):
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         probed = loss, engine.module, self._any_token, device
         flat = config.dataset.packing or self._sequence is not None
-        self.flat_packs = flat and keep_documents_apart(*probed)
+        self.flat_packs = flat and separate_documents(*probed)
         if self._sequence is not None:
             check_parts(*probed, self._sequence)
         if self._images is not None and config.vision.cache:

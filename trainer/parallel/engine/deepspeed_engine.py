@@ -53,10 +53,10 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor.
 
-    If the engine is `guarded`, our code clips and skips for each of several adapters.
+    If the engine is `guarded`, our code clips and skips separately for each of several adapters.
     """
-    # A single gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed
-    # 0.19.8 makes the host wait for the device before every overlapped reduction.
+    # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
+    # 0.19.8 also makes the host wait for the device before every overlapped reduction.
     overlaps = zero.overlap_comm and on_gpu and not one_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
@@ -87,23 +87,23 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
-        # On by default, and makes the host wait for the device in every forward pass and step.
+        # On by default. It makes the host wait for the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
     }
     if precision == "bf16":
         # Skip steps with a non-finite gradient, as with fp16, instead of destroying the weights.
         config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
     elif precision == "fp16":
-        # No hysteresis, as stage 0 does not support it: the scale falls at the first overflow, not at the second.
+        # No hysteresis, which stage 0 does not support, so the scale falls at the first overflow, not at the second.
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
-    return _merged(config, zero.extra)
+    return _merge(config, zero.extra)
 
 
 def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
     """Return whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
-    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
-    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
+    has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
+    return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
 
 
 def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
@@ -118,12 +118,12 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     try:
         DeepSpeedConfig(deepspeed_config(training, zero, "fp32", on_gpu=False))
     except ValidationError as error:
-        found = error.errors()[0]
-        where = ".".join(map(str, found["loc"]))
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"zero.extra: DeepSpeed rejects {where}={found['input']}: {describe_problem(found)}; change it"
+            f"zero.extra: DeepSpeed rejects {key}={first['input']}: {describe_problem(first)}; change it"
         ) from None
-    except Exception as error:  # of any type, as its parts parse their keys differently
+    except Exception as error:  # of any type, as DeepSpeed's parts parse their keys differently
         raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 
 
@@ -146,24 +146,24 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # DeepSpeed allocates whole buckets: make them no larger than all gradients together.
+    # DeepSpeed allocates full buckets, so limit them to the size of all gradients.
     elements = sum(map(whole_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     if find_layer_shards(model) is not None:
         require_own_values_kept()
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
-    not_supported = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
-    with keep_frozen_dtypes(model, compute), not_supported:
+    no_compiler = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
+    with keep_frozen_dtypes(model, compute), no_compiler:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)
-        _gather_with_adapted_layer(model)
+        _register_external_weights(model)
     return engine
 
 
-def _gather_with_adapted_layer(model: torch.nn.Module) -> None:
-    """Gather weights with their adapted layer: the fused operators read them without calling the layer's children."""
+def _register_external_weights(model: torch.nn.Module) -> None:
+    """Make DeepSpeed gather the weights that fused operators read without calling the layers that own them."""
     import deepspeed
     from peft.tuners.lora import LoraLayer
 
@@ -175,7 +175,7 @@ def _gather_with_adapted_layer(model: torch.nn.Module) -> None:
 
 @replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Return a StragglerWatch that subtracts waits for gathers (ZeRO-3); None on a single rank; a collective call."""
+    """Create a StragglerWatch that subtracts waits for gathers (ZeRO-3), a collective call; None on a single rank."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
@@ -190,8 +190,7 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
     """Time the fetches of DeepSpeed's own stage 3, during which the compute stream only waits.
 
-    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and the
-    copies out of their buffers run on a separate stream.
+    Gathers and the copies out of their buffers run on a separate stream (`fetch_sub_module` in DeepSpeed 0.19.8).
     """
     offload = require(engine.optimizer, "parameter_offload", "deepspeed")
     coordinator = require(offload, "get_param_coordinator", "deepspeed")()
@@ -205,9 +204,9 @@ def _time_fetches(engine: Engine, waiting: Waiting) -> None:
     coordinator.fetch_sub_module = timed
 
 
-def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in extra.items():
-        both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both_sections else value
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if are_sections else value
     return merged

@@ -1,8 +1,8 @@
-"""All LoRA factors in one Parameter: the engine, its reductions and the optimizer handle one tensor instead of 448.
+"""Store all LoRA factors in one Parameter, so that the engine and the optimizer handle one tensor instead of 448.
 
-PEFT keeps its own Parameters, under their names and as views of the buffer, so saving, merging and loading are
-unaffected. In a forward pass with gradients each adapter module reads its weight through autograd's views of the
-buffer, so the gradient arrives as one concatenated tensor.
+PEFT's Parameters keep their names and become views of this buffer, so saving, merging and loading are unaffected. In a
+forward pass with gradients each adapter module reads its weight through autograd's views of the buffer, so the gradient
+arrives as one concatenated tensor.
 
 Layout: layers with the same pair of shapes are adjacent, all A [N, R, I], then all B [N, O, R] (legend: N layers,
 R rank, I in, O out), so a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
@@ -28,7 +28,7 @@ Watcher = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Member:
-    """One factor: its name in the model, the module that reads it, and PEFT's Parameter."""
+    """A LoRA factor: its name in the model, the module that reads it, and PEFT's Parameter."""
 
     name: str
     module: nn.Module
@@ -54,8 +54,8 @@ class Block:
         """Number of elements of the block in its buffer."""
         return len(self.members) * self.stride
 
-    def stacked(self, piece: Tensor) -> Tensor:
-        """Return the block's piece of the buffer as [N, *shape], without the padding."""
+    def stack(self, piece: Tensor) -> Tensor:
+        """Return the block's piece of the buffer as [N, *shape], without padding."""
         rows = piece.view(len(self.members), self.stride)
         numel = self.shape.numel()
         if numel != self.stride:
@@ -69,9 +69,9 @@ class FlatAdapter:
     def __init__(
         self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, choice: AdapterChoice | None = None
     ) -> None:
-        """Copy the factors; with `separate_up` those of B into a second buffer, for another learning rate (LoRA+).
+        """Copy the factors; with `separate_up`, B has a second buffer for its own learning rate (LoRA+).
 
-        Each adapter of a `choice` has a buffer of its own.
+        Each adapter of a `choice` has its own buffer.
         """
         self.blocks: list[Block] = []
         self.choice = choice
@@ -79,23 +79,23 @@ class FlatAdapter:
         ends = [0] * (len(names) or 1 + separate_up)
         groups: dict[tuple[int, torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
         for down, up in pairs:
-            own = names.index(down.name.split(".")[-2]) if names else 0
-            groups.setdefault((own, down.parameter.shape, up.parameter.shape), []).append((down, up))
+            adapter = names.index(down.name.split(".")[-2]) if names else 0
+            groups.setdefault((adapter, down.parameter.shape, up.parameter.shape), []).append((down, up))
         sample = pairs[0][0].parameter
         alignment = max(1, ALIGNMENT_BYTES // sample.element_size())
-        for (own, *_), group in groups.items():
+        for (adapter, *_), group in groups.items():
             for side, members in enumerate(zip(*group, strict=True)):
-                buffer = side if separate_up else own
+                buffer = side if separate_up else adapter
                 numel = members[0].parameter.numel()
                 stride = (numel + alignment - 1) // alignment * alignment
                 self.blocks.append(Block(members, buffer, ends[buffer], stride))
                 ends[buffer] += self.blocks[-1].elements
         self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
         self.stacks: dict[int, Tensor] = {}
-        """Stacked factors [N, *shape] by block number, in the graph of the latest forward pass with gradients."""
+        """Stacked factors [N, *shape] by block index, in the graph of the latest forward pass with gradients."""
         self._watcher: Watcher | None = None
         self._sources: Sequence[Tensor] | None = None
-        self._stacks_alone = False
+        self._builds_views = True
         with torch.no_grad():
             for member, view in self._rows():
                 view.copy_(member.parameter)
@@ -107,21 +107,21 @@ class FlatAdapter:
         return [member for block in self.blocks for member in block.members]
 
     def spans(self) -> dict[str, tuple[int, int, int]]:
-        """Return (buffer, start, elements) by factor name, of the selected adapter if there are several."""
+        """Return (buffer, start, elements) by factor name; of several adapters, only for the selected one."""
         return {
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
             for row, member in enumerate(block.members)
-            if (name := self.choice.in_file(member.name) if self.choice else member.name) is not None
+            if (name := self.choice.find_file_name(member.name) if self.choice else member.name) is not None
         }
 
     def block(self, number: int) -> Tensor:
-        """Return a block's values as [N, *shape], outside of any graph."""
+        """Return a block's values as [N, *shape], without a graph."""
         block = self.blocks[number]
-        return block.stacked(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
+        return block.stack(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
 
     def find_rows(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
-        """Return the block and rows of these Parameters of PEFT's; None unless they are adjacent in one block."""
+        """Return the block and rows of these PEFT Parameters; None unless they are adjacent in one block."""
         for number, block in enumerate(self.blocks):
             ids = [id(member.parameter) for member in block.members]
             if id(parameters[0]) in ids:
@@ -137,13 +137,13 @@ class FlatAdapter:
             member.parameter.requires_grad_(False)
 
     def is_whole(self) -> bool:
-        """Return whether every Parameter of PEFT's is still a view of the memory that the engine trains."""
+        """Return whether every PEFT Parameter is still a view of the memory that the engine trains."""
         return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._rows())
 
     def read_through_views(self, *_: Any) -> None:
-        """Create the views for the coming pass in its graph (a forward pre-hook); none without gradients."""
+        """Create the views for a pass with gradients in its graph (a forward pre-hook)."""
         self.stacks = {}
-        for member in self.members:  # autograd refuses views from before an update of the buffer
+        for member in self.members:  # autograd rejects views that are older than an update of the buffer
             member.module.__dict__.pop("weight", None)
         if not torch.is_grad_enabled():
             return
@@ -152,9 +152,9 @@ class FlatAdapter:
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
             pieces = buffer.split([block.elements for _, block in blocks])
             for (number, block), piece in zip(blocks, pieces, strict=True):
-                stack = block.stacked(piece)
+                stack = block.stack(piece)
                 self.stacks[number] = stack
-                if self._stacks_alone or common:
+                if not self._builds_views or common:
                     continue
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
                     # Shadows the registered Parameter, which stays unchanged.
@@ -182,9 +182,9 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Allow other passes between a forward and its backward, which recomputes with the views of its forward.
+        """Restore the current views after other passes in the block, for the backward pass that recomputes with them.
 
-        After a forward without views, which a graph replays, those of the last pass stay for its own recomputation.
+        A replayed graph has no views. After it, the views of the last pass stay for that pass's own recomputation.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -200,7 +200,7 @@ class FlatAdapter:
 
     @contextmanager
     def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """Make forward passes within the block read these tensors instead of the buffers; keep no view of them."""
+        """Make forward passes within the block read these tensors instead of the buffers, and drop their views."""
         self._sources = sources
         try:
             yield
@@ -211,15 +211,15 @@ class FlatAdapter:
 
     @contextmanager
     def build_stacks_only(self) -> Iterator[None]:
-        """Create only the stacks within the block, not the views: no adapter module reads its weight."""
-        self._stacks_alone = True
+        """Create only the stacks within the block, not the views, as no adapter module reads its weight."""
+        self._builds_views = False
         try:
             yield
         finally:
-            self._stacks_alone = False
+            self._builds_views = True
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Pass every new view to `watcher(name, view)`; None ends it."""
+        """Pass every new view to `watcher(name, view)` from now on; None ends this."""
         self._watcher = watcher
 
     @property
@@ -273,32 +273,32 @@ def find_flat_adapter(model: Any) -> FlatAdapter | None:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trained parameters by PEFT's names, with the factors in a flat buffer instead of the buffer itself.
+    """Return the trained parameters by PEFT's names, with the factors of a flat buffer instead of the buffer itself.
 
-    Of several adapters these are the selected one's, under the names of a run alone.
+    Of several adapters these are the selected one's, with the names of a run with one adapter.
     """
     flat = find_flat_adapter(model)
-    inside = {id(member.parameter) for member in flat.members} if flat else set()
+    factors = {id(member.parameter) for member in flat.members} if flat else set()
     buffers = {id(buffer) for buffer in flat.buffers} if flat else set()
-    found = [
+    trained = [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if id(parameter) in inside or (parameter.requires_grad and id(parameter) not in buffers)
+        if id(parameter) in factors or (parameter.requires_grad and id(parameter) not in buffers)
     ]
     choice = find_choice(model)
     if choice is None:
-        return found
-    return [(own, parameter) for name, parameter in found if (own := choice.in_file(name)) is not None]
+        return trained
+    return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
 
 
 def why_not_flat(config: Any) -> str | None:
-    """Return why the adapter of this run cannot be one buffer, or None if it can."""
+    """Return why the adapter of this run cannot be one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:
         return "ops.flat: false"
     if OPTIMIZERS[config.training.optimizer].needs_matrices:
-        return f"training.optimizer={config.training.optimizer} computes with whole matrices"
+        return f"training.optimizer={config.training.optimizer} needs separate matrices"
     if engine_zero(config).stage == 3:
         return "DeepSpeed's stage 3 partitions every parameter separately"
     if config.training.gradient_checkpointing == "reentrant":

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import replaces, require
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
 def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None without any."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None if none."""
+    base = find_base_model(model)
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
         return None  # not a model of transformers
     names = require(base, "_get_dtype_plan", "transformers")(dtype)
@@ -23,13 +24,14 @@ def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
-    pattern = find_fp32_names(model, dtype)
-    for path, module in model.named_modules() if pattern is not None else ():
+    if (pattern := find_fp32_names(model, dtype)) is None:
+        return
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if pattern is not None and pattern.search(f"{path}.{name}"):
+            if pattern.search(f"{path}.{name}"):
                 parameter.data = parameter.data.float()
         for name, buffer in module.named_buffers(recurse=False):
-            if pattern is not None and pattern.search(f"{path}.{name}"):
+            if pattern.search(f"{path}.{name}"):
                 module._buffers[name] = buffer.float()
 
 
@@ -41,10 +43,7 @@ def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     hidden = [
         (parameter, parameter.data)
         for name, parameter in model.named_parameters()
-        if pattern is not None
-        and pattern.search(name)
-        and not parameter.requires_grad
-        and not is_partitioned(parameter)
+        if pattern and pattern.search(name) and not parameter.requires_grad and not is_partitioned(parameter)
     ]
     for parameter, data in hidden:
         keep_own_values(parameter)

@@ -1,4 +1,4 @@
-"""Find the modules that are plain linear layers or experts, which can be stored in 4 bits."""
+"""Find the base model below PEFT's wrapper, its plain linear layers and its experts, and how weights are stored."""
 
 from functools import cache
 from typing import Any
@@ -10,13 +10,18 @@ from trainer.contract.known_versions import require
 from trainer.parallel.engine.partitioned import whole_shape
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: nn.Linear, or a subclass if a small instance of it does.
+def find_base_model(model: Any) -> Any:
+    """Return the model below PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    Falcon's linear layers do; routers of experts, also subclasses, return more than that.
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass if a small instance of it does so.
+
+    Falcon's linear layers do. Routers of experts are also subclasses, but return more.
     """
     kind: Any = type(module)
-    return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
+    return kind is nn.Linear or (isinstance(module, nn.Linear) and _computes_linear(kind))
 
 
 def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -36,19 +41,14 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def packed_state(parameter: nn.Parameter) -> Any | None:
-    """Return bitsandbytes' quantisation state of a 4-bit weight; None for any other parameter."""
+    """Return bitsandbytes' quantization state of a 4-bit weight; None for any other parameter."""
     is_packed = type(parameter).__name__ == "Params4bit"  # PEFT checks the same name
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 
 
-def is_quantised(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter holds the codes of a quantised weight."""
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds the codes of a quantized weight."""
     return packed_state(parameter) is not None or not (parameter.is_floating_point() or parameter.is_complex())
-
-
-# Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,
-# another device or kernels that are not installed. Anything else is a bug and is raised.
-REFUSALS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
 
 
 def packed_experts_layout(parameter: nn.Parameter) -> Any | None:
@@ -57,22 +57,27 @@ def packed_experts_layout(parameter: nn.Parameter) -> Any | None:
 
 
 def model_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of a parameter's values before they were packed or partitioned."""
+    """Return the shape of a parameter before packing and partitioning."""
     packed = packed_state(parameter) or packed_experts_layout(parameter)
     return whole_shape(parameter) if packed is None else torch.Size(packed.shape)
 
 
+# Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,
+# another device or kernels that are not installed. Anything else is a bug and is raised.
+CONSTRUCTION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
+
+
 @cache
-def _acts_linear(kind: Any) -> bool:
+def _computes_linear(kind: Any) -> bool:
     x = torch.linspace(-1.0, 1.0, 8, device="cpu").view(2, 4)
     try:
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            # Values set here: this may be called while models are created without weights.
+            # Set the values here, because models may currently be created without weights.
             small = kind(4, 3).to_empty(device="cpu")
             for parameter in small.parameters():
                 parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))
-            found = small(x)
+            actual = small(x)
             expected = nn.functional.linear(x, small.weight, small.bias)
-    except REFUSALS:
+    except CONSTRUCTION_ERRORS:
         return False
-    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+    return isinstance(actual, torch.Tensor) and actual.shape == expected.shape and torch.allclose(actual, expected)

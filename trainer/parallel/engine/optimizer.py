@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: trainer/config/optimizers.yaml, LoRA+ groups, transformers' schedules."""
+"""Build the optimizer (trainer/config/optimizers.yaml, with LoRA+ groups) and its schedule (transformers')."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +15,9 @@ from trainer.parallel.engine.partitioned import whole_shape
 from trainer.parallel.engine.protocol import Engine
 
 AVERAGES = "train_mode"
-"""Key of the parameter groups of schedulefree's optimizers: whether weights are those of the gradients."""
-COUNTED = ("k", "weight_sum", "lr_max")
+"""Key in the groups of schedulefree's optimizers; False while the weights are the averaged ones."""
+AVERAGE_STATE = ("k", "weight_sum", "lr_max")
+"""Keys that these optimizers update in every step."""
 
 
 def build_optimizer(
@@ -38,22 +39,22 @@ def build_optimizer(
     groups: dict[tuple[float, float, int], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its shape. A flat adapter holds matrices.
+            # Under ZeRO-3 a partitioned parameter is flat, and DeepSpeed stores its shape. A flat adapter has matrices.
             dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
             if kind.needs_matrices and dimensions != 2:
                 problem = f"trains only matrices, and {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
-            own = int(name.removeprefix(FLAT)) if adapters else 0
-            settings = adapters[own] if adapters else training
+            index = int(name.removeprefix(FLAT)) if adapters else 0
+            settings = adapters[index] if adapters else training
             rate = settings.learning_rate * (ratio if is_up else 1.0)
             decay = settings.weight_decay if dimensions > 1 else 0.0
-            groups.setdefault((rate, decay, own), []).append(parameter)
+            groups.setdefault((rate, decay, index), []).append(parameter)
     param_groups = [
         {"params": params, "lr": rate, "weight_decay": decay} for (rate, decay, _), params in groups.items()
     ]
-    given = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
-    options = {name: given[name] for name in kind.takes} | kind.options
+    adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
+    options = {name: adam[name] for name in kind.takes} | kind.options
     if training.optimizer == "adamw":
         options["fused"] = fused
     module, _, name = kind.path.rpartition(".")
@@ -94,21 +95,21 @@ def restore_schedule(schedule: Any, steps: int) -> None:
     schedule._last_lr = rates
 
 
-def planned_rates(schedule: Any, total_steps: int) -> list[float]:
+def compute_rates(schedule: Any, total_steps: int) -> list[float]:
     """Return the learning rate of the first parameter group at every step."""
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]
 
 
-def has_moved(schedule: Any) -> bool:
-    """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
-    return sum(planned_rates(schedule, schedule.last_epoch)) > 0
+def has_positive_rate(schedule: Any) -> bool:
+    """Return whether any step so far had a positive learning rate; the first step of a warm-up has none."""
+    return sum(compute_rates(schedule, schedule.last_epoch)) > 0
 
 
 @contextmanager
 def averaged_weights(engine: Engine) -> Iterator[None]:
     """Give the model its averaged weights within the block, if the optimizer has any; a collective call.
 
-    Afterwards the weights are the same bits as before.
+    The original weights are restored bit for bit.
     """
     optimizer: Any = engine.basic_optimizer
     groups = optimizer.param_groups
@@ -116,7 +117,7 @@ def averaged_weights(engine: Engine) -> Iterator[None]:
         yield
         return
     masters = [parameter for group in groups for parameter in group["params"]]
-    kept = [master.detach().clone() for master in masters]
+    originals = [master.detach().clone() for master in masters]
     _wait_for_copies()
     optimizer.eval()
     _refresh_model(engine)
@@ -124,15 +125,15 @@ def averaged_weights(engine: Engine) -> Iterator[None]:
         yield
     finally:
         _wait_for_copies()
-        for master, values in zip(masters, kept, strict=True):
-            master.data.copy_(values)
+        for master, original in zip(masters, originals, strict=True):
+            master.data.copy_(original)
         for group in groups:
             group[AVERAGES] = True
         _refresh_model(engine)
 
 
 def _wait_for_copies() -> None:
-    """Wait for copies of a checkpoint, which another stream may still be making of the weights."""
+    """Wait for another stream that may still copy the weights for a checkpoint."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -18,7 +18,7 @@ import xxhash
 from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
-from trainer.parallel.engine.optimizer import AVERAGES, COUNTED
+from trainer.parallel.engine.optimizer import AVERAGE_STATE, AVERAGES
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
 
@@ -31,7 +31,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [param_start, param_start + length) of a trained tensor, at `holder_start` of a flat holder."""
+    """`length` elements of a trained tensor from `param_start` on, stored at `holder_start` of a flat tensor."""
 
     name: str
     holder: torch.Tensor
@@ -44,7 +44,7 @@ class Shard:
 class Pieces:
     """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
-    A moment with fewer elements than its master weights belongs to a whole tensor.
+    A moment of another size than its master weights belongs to one unsharded tensor.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -64,7 +64,7 @@ class Pieces:
 
 
 def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
-    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", ...}: whole, fp32, on the CPU."""
+    """Return the full state of all trained tensors as {"master/NAME", "exp_avg/NAME", ...}, fp32, on the CPU."""
     state: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, holder, holder_start, start, length in part.shards:
@@ -91,13 +91,13 @@ class EngineState:
         self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
         self._trained: list[Named] = trained_parameters(engine.module)
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
-        held = {id(holder) for holder in self._holders}  # of several adapters, those of the selected one
-        self._shards = [shard for shard in _shards(engine, self._trained) if id(shard.holder) in held]
+        ids = {id(holder) for holder in self._holders}
+        self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.holder) in ids]
 
     def pieces(self) -> Pieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
-        None on a rank that holds nothing that rank 0 does not hold.
+        None at stage 0 on all ranks but the first, as they hold the same.
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
@@ -113,24 +113,24 @@ class EngineState:
 
     def _positions(self) -> list[list[Any]]:
         numbers = {id(holder): number for number, holder in enumerate(self._holders)}
-        own = (shard for shard in self._shards if shard.length)
-        return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
+        shards = (shard for shard in self._shards if shard.length)
+        return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in shards]
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
         for name, parameter in self._trained:
-            found = state.get(f"master/{name}")
-            if found is None:
+            saved = state.get(f"master/{name}")
+            if saved is None:
                 return f"it has no {name}"
-            if found.shape != whole_shape(parameter):
-                return f"{name} is {list(found.shape)} there and {list(whole_shape(parameter))} here"
+            if saved.shape != whole_shape(parameter):
+                return f"{name} is {list(saved.shape)} there and {list(whole_shape(parameter))} here"
             if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
                 return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Restore the result of `whole_state` after `steps` optimizer steps, and the working copies of the weights.
+        """Restore the result of `whole_state` after `steps` optimizer steps, and the weights of the forward pass.
 
         Returns False if 8-bit moments had to be rounded again.
         """
@@ -138,14 +138,14 @@ class EngineState:
             self._create_moments(steps)
         dense = {id(holder): self._dense(holder) for holder in self._holders}
         for shard in self._shards:
-            own = dense[id(shard.holder)]
-            for quantity in own if steps else ("master",):
+            target = dense[id(shard.holder)]
+            for quantity in target if steps else ("master",):
                 saved = state[f"{quantity}/{shard.name}"].reshape(-1)
-                if len(own[quantity]) != len(own["master"]):  # of a whole tensor
-                    own[quantity].copy_(saved)
+                if len(target[quantity]) != len(target["master"]):  # of one unsharded tensor
+                    target[quantity].copy_(saved)
                     continue
                 piece = saved.narrow(0, shard.param_start, shard.length)
-                own[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+                target[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
         exact = True
         for holder in self._holders:
             entry = self._optimizer.state.get(holder, {})
@@ -155,16 +155,16 @@ class EngineState:
 
                     values, scales, codes = (entry[name] for name in names)
                     moment = dense[id(holder)][quantity]
-                    packed, found = quantize_blockwise(moment, codes, blocksize=BLOCK)
+                    packed, state_8bit = quantize_blockwise(moment, codes, blocksize=BLOCK)
                     values.copy_(packed.view_as(values))
-                    scales.copy_(found.absmax)
+                    scales.copy_(state_8bit.absmax)
                     exact &= not moment.any()
         self._refresh_working_copies(state)
         return exact
 
     def raw(self) -> dict[str, torch.Tensor]:
-        """Return this rank's 8-bit moments (nothing for 32-bit ones), which fit only the same partitioning."""
-        found = {
+        """Return this rank's 8-bit moments (none if they are 32-bit), which fit only the same partitioning."""
+        moments = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
             for entry in [self._optimizer.state.get(holder, {})]
@@ -172,10 +172,10 @@ class EngineState:
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
             if entry["state1"].dtype == torch.uint8
         }
-        return found | {"positions": self._hash_positions()} if found else {}
+        return moments | {"positions": self._hash_positions()} if moments else {}
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Restore this rank's own 8-bit moments; return False, without a change, for another partitioning."""
+        """Restore this rank's 8-bit moments; return False, without a change, for another partitioning."""
         if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
         for name in raw.keys() - {"positions"}:
@@ -187,9 +187,9 @@ class EngineState:
         return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._positions()).encode()) >> 1)  # fits an int64
 
     def averages(self) -> list[dict[str, float]]:
-        """Return what Schedule-Free counts in each group for its average; nothing for other optimizers."""
+        """Return the state of Schedule-Free's average for each group; an empty list for other optimizers."""
         groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
-        return [{name: group[name] for name in COUNTED} for group in groups]
+        return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
 
     def restore_averages(self, averages: list[dict[str, float]]) -> None:
         """Restore the result of `averages`."""
@@ -197,14 +197,14 @@ class EngineState:
             group.update(counted)
 
     def steps_taken(self) -> int:
-        """Return the number of optimizer steps in the moments; 1 for moments that do not depend on it."""
+        """Return the number of optimizer steps in the moments; 1 for moments that do not count steps."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
     def _dense(self, holder: torch.Tensor) -> Dense:
-        """Return the holder's values and moments, flat, fp32: views, or copies of 8-bit ones."""
+        """Return a holder's weights and moments, flat, fp32: views, or copies of 8-bit moments."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():
@@ -247,7 +247,7 @@ class EngineState:
         return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
 
     def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
-        """Write the weights that the forward pass reads: whole tensors on every rank, or their shards under stage 3."""
+        """Write the weights that the forward pass reads, which stage 3 partitions."""
         import deepspeed
 
         stage = self._engine.zero_optimization_stage()
@@ -265,16 +265,16 @@ def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
     return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
-def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+def _find_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _list_shards(engine, trained)
         return
     spans = flat.spans()
     buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
-    of_buffers = {int(shard.name): shard for shard in _list_shards(engine, buffers)}
+    buffer_shards = {int(shard.name): shard for shard in _list_shards(engine, buffers)}
     for name, (buffer, start, length) in spans.items():
-        shard = of_buffers.get(buffer)
+        shard = buffer_shards.get(buffer)
         if shard is None:
             continue
         first = max(start, shard.param_start)
@@ -302,7 +302,7 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     else:
         for name, parameter in trained:
             mapping = require(parameter, "_hp_mapping", "deepspeed")
-            if mapping is not None:  # otherwise this rank's partition has no part of the tensor
+            if mapping is not None:  # None if this rank's partition has no part of the tensor
                 holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                 yield Shard(name, holder, part.start, whole.start, part.numel)

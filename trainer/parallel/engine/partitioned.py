@@ -1,4 +1,4 @@
-"""Attributes that DeepSpeed's stage 3 adds to the parameters that it partitions; no other file uses them.
+"""Read the attributes that DeepSpeed's stage 3 adds to partitioned parameters; no other file uses them.
 
 Read in DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
 """
@@ -20,7 +20,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Return the full shape of a parameter, even if this rank holds only a shard."""
-    return torch.Size(_of(parameter, "ds_shape")) if is_partitioned(parameter) else parameter.shape
+    return torch.Size(require(parameter, "ds_shape", "deepspeed")) if is_partitioned(parameter) else parameter.shape
 
 
 def whole_size(parameter: Tensor) -> int:
@@ -30,22 +30,22 @@ def whole_size(parameter: Tensor) -> int:
 
 def is_whole_here(parameter: Tensor) -> bool:
     """Return whether this rank has the full parameter, and no gather is in progress."""
-    return not is_partitioned(parameter) or _of(parameter, "ds_status").name == "AVAILABLE"
+    return not is_partitioned(parameter) or require(parameter, "ds_status", "deepspeed").name == "AVAILABLE"
 
 
 def get_local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a partitioned parameter, flat; the last ranks' shards are padded."""
-    share: Tensor = _of(parameter, "ds_tensor")
-    return share
+    shard: Tensor = require(parameter, "ds_tensor", "deepspeed")
+    return shard
 
 
 def get_partition_group(parameter: Tensor) -> Any:
     """Return the process group over which a parameter is partitioned."""
-    return _of(parameter, "ds_process_group")
+    return require(parameter, "ds_process_group", "deepspeed")
 
 
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
-    """Raise UserError unless stage 3 has marked all parameters: otherwise shards would pass as full parameters."""
+    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise pass as full parameters."""
     if not all(map(is_partitioned, parameters)):
         raise changed("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 
@@ -62,7 +62,3 @@ def require_own_values_kept() -> None:
     broadcast = require(DeepSpeedEngine, "_broadcast_model", "deepspeed")
     if "ds_optim_param" not in inspect.getsource(broadcast):
         raise changed("deepspeed", "its broadcast of the model does not skip weights marked `ds_optim_param`")
-
-
-def _of(parameter: Tensor, name: str) -> Any:
-    return require(parameter, name, "deepspeed")

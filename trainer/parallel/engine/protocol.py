@@ -22,7 +22,7 @@ class Engine(Protocol):
     skipped_steps: int
     """Steps that DeepSpeed skipped because of a non-finite gradient."""
     backward: Callable[..., Any]
-    """Backward pass of a loss, which it divides by the accumulation steps; reduces gradients in the last micro-step."""
+    """Backward pass of a loss divided by the accumulation steps; the last micro-step reduces the gradients."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
@@ -38,5 +38,5 @@ class Engine(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
     def get_global_grad_norm(self) -> Any:
-        """Return the last step's norm over all ranks before clipping: a number, a tensor, or None before any step."""
+        """Return the last step's norm over all ranks before clipping, a number or a tensor; None before any step."""
         ...

@@ -1,1 +1,1 @@
-"""A rank among others: process group, agreement, signals, progress, watchdog."""
+"""Coordinate the ranks: process group, agreement, signals, progress, watchdog."""

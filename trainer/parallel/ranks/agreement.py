@@ -1,7 +1,7 @@
 """Check that all ranks run the same code, configuration and versions before they form the process group.
 
 Rank 0 collects a report from each rank in the key-value store that the process group will use, and answers all of them.
-A collective would not do: a rank that sees no GPU would form a gloo group while the others wait in NCCL.
+A collective would not work, because a rank that sees no GPU would form a gloo group while the others wait in NCCL.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import itertools
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -33,7 +33,7 @@ PACKAGES = ("trainer", "ops")
 FIXES = {
     "code": "use one checkout on a shared file system, or bring all hosts to the same commit",
     "configuration": "give every rank the same file and settings",
-    "device": "`zerolora doctor` on the host that differs",
+    "device": "run `zerolora doctor` on the host that differs",
 }
 
 
@@ -44,44 +44,44 @@ class Report:
     rank: int
     host: str
     device: str
-    """Kind of device, `cuda NVIDIA H200` or `cpu`."""
+    """Kind of device, such as `cuda NVIDIA H200` or `cpu`."""
     device_id: str
-    """Different for any two GPUs; empty for a CPU, which ranks may share."""
+    """Unique ID of a GPU; empty for a CPU, which ranks may share."""
     values: dict[str, str]
-    """Versions and digests by name, which must be the same on all ranks."""
+    """Versions and digests by name, which must be equal on all ranks."""
     sees_folder: bool = True
     """Whether this rank can read what rank 0 writes into the output folder."""
 
 
 _MEETINGS, _DECISIONS = itertools.count(), itertools.count()
-# Rank 0 serves the store, in which all ranks meet next, as long as it holds this reference.
+# Rank 0 serves the store, which all ranks use again later, as long as it holds this reference.
 _SERVERS: list[Any] = []
 Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, after they were found to agree."""
+    """All ranks, once they agree."""
 
     summary: str
-    """One line: number of ranks, hosts, devices and versions."""
+    """Number of ranks, hosts, devices and versions, in one line."""
     store: Any
-    """On rank 0 the server at which the process group is formed: keep a reference until then."""
+    """On rank 0, the server through which the process group is formed; keep a reference until then."""
     hosts: int = 1
 
 
 def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
     """Compare all ranks; every rank must call it before the process group is formed.
 
-    `settings` is the configuration as JSON. `token` on rank 0 is that of its lock in `run_dir`, which every rank must
-    see there. Raises UserError on every rank with the hosts that differ, and TimeoutError if a rank does not arrive
-    within `timeout_minutes`.
+    `settings` is the configuration as JSON. Rank 0's `token` is that of its lock in `run_dir`, which every rank must
+    see. Raises UserError on every rank with the hosts that differ, and TimeoutError if a rank does not arrive within
+    `timeout_minutes`.
     """
     report = build_report(ranks, settings)
     if ranks.world_size == 1:
         return World(summary([report]), None)
     with phase(WAITING_PHASE):
-        find_meeting_point(ranks)  # below mpirun the ranks wait for each other there
+        find_meeting_point(ranks)  # under mpirun the ranks wait for each other here
         return _meet(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
@@ -106,7 +106,7 @@ def _meet(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, toke
 def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
     """Return the result of `decide` on rank 0, None on the others.
 
-    Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks, once all
+    Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks after all
     of them have received it.
     """
     if ranks.world_size == 1:
@@ -167,7 +167,7 @@ def differences(reports: Sequence[Report]) -> list[str]:
             hosts[value].append(report.host)
         if len(hosts) > 1:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
-            found = "; ".join(f"{value} on {_listed(dict.fromkeys(where))}" for value, where in ordered)
+            found = "; ".join(f"{value} on {_join_names(dict.fromkeys(where))}" for value, where in ordered)
             fix = FIXES.get(name, f"install one version of {name} on all hosts")
             lines.append(f"{name} differs: {found}; {fix}")
     return lines + _shared_devices(reports)
@@ -180,7 +180,7 @@ def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str
         return []
     see = "does not see" if len(blind) == 1 else "do not see"
     return [
-        f"output_dir={output_dir}: {_listed(blind)} {see} what rank 0 on {reports[0].host} writes there; "
+        f"output_dir={output_dir}: {_join_names(blind)} {see} what rank 0 on {reports[0].host} writes there; "
         "use a folder on a file system that all hosts share"
     ]
 
@@ -191,7 +191,7 @@ def _shared_devices(reports: Sequence[Report]) -> list[str]:
         if report.device_id:
             users[report.host, report.device_id].append(report.rank)
     return [
-        f"ranks {_listed(map(str, ranks))} on {host} use the same GPU; start one rank per GPU"
+        f"ranks {_join_names(map(str, ranks))} on {host} use the same GPU; start one rank per GPU"
         for (host, _), ranks in users.items()
         if len(ranks) > 1
     ]
@@ -203,14 +203,14 @@ def summary(reports: Sequence[Report]) -> str:
     values = reports[0].values
     versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)
     rank_word = "rank" if len(reports) == 1 else "ranks"
-    return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
+    return f"world        {len(reports)} {rank_word} on {_join_names(hosts)}: {reports[0].device}; {versions}"
 
 
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
-        heard: dict[str, str] = json.loads(_send_to_all(store, ranks, ""))
-        return heard
+        received: dict[str, str] = json.loads(_send_to_all(store, ranks, ""))
+        return received
     reports = [report]
     for rank in range(1, ranks.world_size):
         try:
@@ -218,7 +218,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
         except dist.DistStoreError:
             raise TimeoutError(
                 f"rank {rank} did not arrive within {patience}; ranks have arrived from "
-                f"{_listed(dict.fromkeys(report.host for report in reports))}"
+                f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
         "wrong": "\n".join(differences(reports) + find_unshared_folder(reports, output_dir)),
@@ -230,7 +230,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank, once all have read it: if rank 0 ended before, they would see no store."""
+    """Return rank 0's text on every rank after all have read it, as the store ends with rank 0."""
     if ranks.is_main:
         store.set("answer", text)
     else:
@@ -241,7 +241,7 @@ def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
     return text
 
 
-def _listed(words: Any) -> str:
-    """Return `n1, n2, n3`, or the first and last of many."""
-    listed = [str(word) for word in words]
-    return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"
+def _join_names(names: Iterable[str]) -> str:
+    """Return `n1, n2, n3`, or only the first four and the last of more than eight."""
+    every = list(names)
+    return ", ".join(every) if len(every) <= 8 else f"{', '.join(every[:4])}, ... {every[-1]} ({len(every)})"

@@ -1,4 +1,4 @@
-"""The rank of this process, the process group of all ranks, and groups that share a frozen base."""
+"""Form the process group of all ranks, and the groups that share a frozen base."""
 
 import atexit
 import datetime
@@ -38,7 +38,7 @@ Within = Literal["auto", "host", "all"] | int
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: `rank` of `world_size`, `local_rank` on its host."""
+    """The rank of this process among `world_size` processes; `local_rank` counts those of its host."""
 
     rank: int
     world_size: int
@@ -51,7 +51,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
-        """Read the variables that the launcher has set; without them the run has one rank.
+        """Read the variables that the launcher sets; without them the run has one rank.
 
         Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
         """
@@ -61,7 +61,7 @@ class Ranks:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were requested, but the environment of this one on {host_name()} says rank {rank} "
+                f"{expected} ranks were requested, but the environment of this rank on {host_name()} says rank {rank} "
                 f"of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
@@ -112,15 +112,15 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
 def skip_shm_build() -> AbstractContextManager[None]:
     """Make DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
-    Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python was the
-    last to compile it. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python has
+    compiled it last. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Return a UserError about --master-port if the port is taken, which only rank 0 can see; else the error itself."""
+    """Return a UserError about --master-port if the port is taken, which only rank 0 sees; else the error itself."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
@@ -128,7 +128,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
 
 @replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
-    """Give every process group the same timeout: DeepSpeed creates one with torch's default, ten minutes for NCCL."""
+    """Set the timeout of every process group, as DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
@@ -136,7 +136,7 @@ def extend_timeouts(minutes: float) -> None:
 
 
 def find_meeting_point(ranks: Ranks) -> None:
-    """Set the variables with which torch's ranks find each other, if the launcher has not.
+    """Set the variables by which torch's ranks find each other, if the launcher has not.
 
     Raises UserError if MPI started the ranks and mpi4py is not installed.
     """
@@ -182,7 +182,7 @@ def leave_process_group(*, together: bool = False) -> None:
 def end_process(exit_code: int) -> NoReturn:
     """Exit like Python, but without the destructors of libraries, in which threads of gloo sometimes abort.
 
-    Under MPI the destructors run, as MPI must be finalised.
+    Under MPI the destructors run, as MPI must be finalized.
     """
     if "mpi4py.MPI" in sys.modules:
         sys.exit(exit_code)
@@ -242,9 +242,8 @@ def set_seed(seed: int) -> None:
 def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each group that holds a copy of the frozen base (zero.shard_within).
 
-    Hosts then exchange no weights. `hosts` is the host of each rank, and `auto` means one group of all ranks.
-
-    Raises UserError if the ranks cannot be divided into groups of `within`.
+    `hosts` is the host of each rank, and `auto` means one group of all ranks. Raises UserError if the ranks cannot be
+    divided into groups of `within`.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -263,7 +262,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
 
 
 def form_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
-    """Create the process groups, on every rank, and return that of this rank; None if all ranks are one group."""
+    """Create the process groups and return this rank's, None if there is only one; a collective call."""
     groups = list_groups(within, hosts)
     if len(groups) == 1:
         return None

@@ -1,8 +1,8 @@
 """Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
-torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
-for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that
-it looks up by name. They are compiled at their first call instead.
+torch.compile immediately imports Inductor, which takes longer than torch itself. At import, bitsandbytes (0.50.2),
+which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three of its Muon
+optimizer. They are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
 Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported. If SciPy
@@ -13,15 +13,15 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import replaced, replaces
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
@@ -32,7 +32,7 @@ AVAILABILITY_CHECKS = {
     "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Module -> module that it imports `is_..._available` from, and the package that this function checks."""
+"""Module -> module from which it imports `is_..._available`, and the package that this function checks."""
 NEEDED_BY_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -68,27 +68,16 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
 
 
-@contextmanager
-def _compile_lazily() -> Iterator[None]:
+def _compile_lazily() -> AbstractContextManager[None]:
     import torch
 
-    eager: Any = torch.compile
-    torch.compile = partial(_when_called, eager)
-    try:
-        yield
-    finally:
-        torch.compile = eager
+    return replaced(torch, "compile", partial(_compile_at_first_call, torch.compile), "torch")
 
 
-@contextmanager
-def _available_if_imported(checked: str, package: str) -> Iterator[None]:
+def _available_if_imported(checked: str, package: str) -> AbstractContextManager[None]:
     module, name = sys.modules[checked], f"is_{package}_available"
-    installed = getattr(module, name)
-    setattr(module, name, lambda: package in sys.modules and installed())
-    try:
-        yield
-    finally:
-        setattr(module, name, installed)
+    is_installed = getattr(module, name)
+    return replaced(module, name, lambda: package in sys.modules and is_installed(), "transformers")
 
 
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")
@@ -101,9 +90,9 @@ def import_lean() -> None:
 
 
 def import_common_modules() -> None:
-    """Import `NEEDED_BY_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
+    """Import `NEEDED_BY_EVERY_RUN`, freeze all objects, and then enable the garbage collector.
 
-    The half million objects are never freed; scanning them again and again would take a fifth of the import time.
+    The half million objects are never freed. Repeated scans of them would take a fifth of the import time.
     """
     for name in NEEDED_BY_EVERY_RUN:
         importlib.import_module(name)
@@ -111,9 +100,9 @@ def import_common_modules() -> None:
     gc.enable()
 
 
-def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
+def _compile_at_first_call(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
     if function is None:
-        return partial(_when_called, compile, **options)
+        return partial(_compile_at_first_call, compile, **options)
     compiled = cache(lambda: compile(function, **options))
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""State of a process, read by another of its threads: its position, whether it works, and free memory."""
+"""Read the state of this process from another thread: its position, whether it makes progress, and free memory."""
 
 import json
 import os
@@ -16,11 +16,10 @@ from trainer.contract.heartbeat import BUILD_LOCK
 from trainer.contract.home import CHECKOUT
 
 GIB = 2**30
-# More than waiting threads use to wake up, even where that is expensive, and than the watchdog itself reads and writes
-# between two checks.
-LEAST_CPU_SHARE, LEAST_CPU_S = 0.02, 2e-3
-LEAST_BYTES = 256 * 1024
-LEAST_FAULTS = 64
+# Above the cost of waking up waiting threads, and the bytes that the watchdog itself reads and writes between checks.
+MIN_CPU_FRACTION, MIN_CPU_S = 0.02, 2e-3
+MIN_BYTES = 256 * 1024
+MIN_PAGE_FAULTS = 64
 
 
 def main_thread_frame() -> FrameType | None:
@@ -38,7 +37,7 @@ def find_collective(frame: FrameType | None) -> str | None:
 
 
 def find_place(frame: FrameType | None) -> str | None:
-    """Return the innermost line of zerolora in a stack, as "trainer/step.py:134 train_step", or the awaited lock."""
+    """Return zerolora's innermost line in a stack, as "trainer/step.py:134 train_step", or the lock it waits for."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
@@ -73,23 +72,23 @@ def recorded_collectives() -> tuple[str | None, int | None]:
 class Work:
     """Detects whether this process and its children have computed, read or written since the last check.
 
-    This shows long work of a rank on its own (tokenising, reading weights, writing a checkpoint) without a note from
-    inside a library; a process that waits for a lock, a network or a dead file server does not move.
+    This shows the progress of long work within a library (tokenizing, reading weights, writing a checkpoint). A process
+    that waits for a lock, a network or a dead file server shows none.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._before = self._counters()
 
     def has_progressed(self) -> bool:
         """Return whether there was any work since the last call."""
         now, counters = time.monotonic(), self._counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
-        elapsed, self._looked_at, self._before = now - self._looked_at, now, counters
-        # The counts of a child that ended are lost, so a sum can fall; that too is progress.
-        computed = abs(cpu) > LEAST_CPU_S + LEAST_CPU_SHARE * elapsed
-        return computed or abs(moved_bytes) > LEAST_BYTES or abs(faults) > LEAST_FAULTS
+        elapsed, self._checked_at, self._before = now - self._checked_at, now, counters
+        # The counts of an ended child are lost, so a sum can fall, which is progress too.
+        computed = abs(cpu) > MIN_CPU_S + MIN_CPU_FRACTION * elapsed
+        return computed or abs(moved_bytes) > MIN_BYTES or abs(faults) > MIN_PAGE_FAULTS
 
     def _counters(self) -> tuple[float, float, float]:
         usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)

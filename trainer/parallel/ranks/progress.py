@@ -1,4 +1,4 @@
-"""What this process is doing, recorded by its main thread for the watchdog; a note takes one or two microseconds."""
+"""Record the step and phase of this process for the watchdog; a record takes one or two microseconds."""
 
 import os
 import time
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from trainer.contract.launcher_process import VARIABLE, ProcessMark, read_stat
 
-# Work of a length that depends on data, disk and network. In all others a rank without progress waits for another one.
+# Phases with a duration that depends on data, disk and network. In others a rank without progress waits for another.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
-# Within "join": the ranks wait for each other in a store, which constantly takes a little CPU time.
+# A phase within "join", in which the ranks wait for each other in a store, which constantly takes a little CPU time.
 WAITING_PHASE = "meet"
 
-# The device still computes after these have ended on the host: their time counts as that of the steps.
+# The device still computes after these phases have ended on the host, so their time counts as that of the steps.
 STEP_PHASES = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
@@ -51,7 +51,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record that the block is the phase `name`; inside a phase of that name it is the same phase."""
+        """Record that the block is the phase `name`; directly within this phase it changes nothing."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
@@ -105,6 +105,6 @@ def _read_start(pid: int) -> float:
     return now if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-# One per process, as there is one main thread: passing it down to every collective would be noise.
+# One per process, as there is one main thread.
 PROGRESS = Progress()
 phase = PROGRESS.phase

@@ -1,9 +1,8 @@
-"""Groups of ranks that share a sequence, and the exchange of its parts for attention heads (Ulysses).
+"""Share sequences among the ranks of a group, which exchange tokens for attention heads (Ulysses).
 
-Outside attention, every rank computes the same part of each sequence. An all-to-all before attention gives
-it all tokens of some heads; another one afterwards returns its own tokens with all heads. The backward pass of an
-exchange is the opposite exchange. The gradients of the weights are therefore summed over the ranks like those of
-different samples.
+Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
+tokens of some heads, and another one afterwards returns its own tokens with all heads. The backward pass of an exchange
+is the opposite exchange, so the gradients of the weights are summed over the ranks like those of different samples.
 
 B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
 """

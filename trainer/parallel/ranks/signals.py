@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree on the signal, save, then stop."""
+"""Handle Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree on the signal, save, and stop."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """Records a signal until the training loop can act on it.
 
-    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C. Schedulers
-    send SIGUSR1 before they take the machine away (`sbatch --signal=B:USR1@120`).
+    Before training, when there is nothing to save, a signal ends the process immediately. So does a second Ctrl-C.
+    Schedulers send SIGUSR1 before they end a job (`sbatch --signal=B:USR1@120`).
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StopRequest:
         self.training = False
         self.saved = False
         self.note_end: Callable[[int], None] = lambda exit_code: None
-        """Called with the exit code before the process ends at once."""
+        """Called with the exit code before the process ends immediately."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
@@ -39,8 +39,8 @@ class StopRequest:
     def agree(self) -> None:
         """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
-        A signal reaches the ranks at different moments, or only one of them: without this, some would end while others
-        wait for them in the last evaluation. A later signal ends its rank at once: the checkpoint is complete.
+        A signal reaches the ranks at different moments, or only one of them. Without this, some would end while others
+        wait for them in the last evaluation. If there was none, a later signal ends its rank immediately.
         """
         import torch
         import torch.distributed as dist
@@ -55,7 +55,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            os._exit(128 + number)  # a worker that a library has forked and now terminates
+            os._exit(128 + number)  # a worker that a library forked and now terminates
         if self.saved:
             return  # the run is ending; the launcher terminates the last ranks after the first has ended
         again = self.signal_number == number == signal.SIGINT

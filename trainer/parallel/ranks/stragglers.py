@@ -1,7 +1,7 @@
-"""Report a rank that is slower than the others step after step, as they all wait for it in every collective.
+"""Report a rank that is repeatedly slower than the others, which wait for it in every collective.
 
-The own time of a rank is measured where it waits for no other: its forward passes, on the GPU's clock, and the loading
-of its data. Under ZeRO-3 forward passes wait for all-gathers, which is subtracted
+The time of a rank's own work is measured where it waits for no other: its forward passes, on the GPU's clock, and the
+loading of its data. Under ZeRO-3 the time in which forward passes wait for all-gathers is subtracted
 (trainer/parallel/engine/deepspeed_engine.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
 REPEATS comparisons in a row is reported.
 """
@@ -19,7 +19,7 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 
 WINDOW = 50
 REPEATS = 3
-# GPUs of one kind differ by a few per cent, and so do batches of documents.
+# GPUs of one model differ by a few percent, and so do batches of documents.
 FACTOR = 1.15
 LEAST_S = 1e-3
 
@@ -27,7 +27,7 @@ _Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
 
 
 class StragglerWatch:
-    """This rank's own time in the steps of a window, and the results of the comparisons so far."""
+    """Measures this rank's own work in a window of steps, and compares the ranks."""
 
     def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
         """Exchange the host names of the ranks. Every rank must create one; only rank 0's `say` is called."""

@@ -31,7 +31,7 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def begin() -> None:
-    """End at once on a signal, until trainer.parallel.ranks.signals takes over, and when the parent process ends.
+    """Make the process end immediately when its parent ends, and on a signal until `StopRequest` handles signals.
 
     Later imports are lean (lean_imports.py) and never from the working folder.
     """

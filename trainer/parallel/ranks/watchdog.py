@@ -1,11 +1,11 @@
 """End a run that hangs, and report which rank is behind, on which host, at which step and in which phase.
 
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
-thread enters or leaves a phase, or works through a long one (tokenising, loading, saving) outside of any collective.
-While one rank makes progress the run does not hang, however long the others wait for it. When none has for
+thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) outside of any collective. While
+one rank makes progress the run does not hang, however long the others wait for it. If no rank makes progress for
 `training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
 collectives begun, else with the GPU that is furthest behind, else outside of any collective. All ranks then write their
-Python stacks into their logs and end with exit code 1.
+Python stacks to their logs and end with exit code 1.
 """
 
 import faulthandler
@@ -43,29 +43,27 @@ from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 # Another process is building; the launcher removes the lock of one that was killed.
 BUILD_PATIENCE_S = 600.0
 STOPPED_OR_LOST = "it is stopped, or its host is down"
-
-
-KEPT = 256
-"""Number of reused events: a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
+EVENT_COUNT = 256
+"""Number of reused events; a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
 
 
 class DeviceMarks:
-    """Events of the phases that every rank passes in the same order, numbered from 1, on this rank's GPU.
+    """Records an event on this rank's GPU for each phase, numbered from 1, in the same order on every rank.
 
-    The host of every rank launches a collective of NCCL long before the GPUs reach it, and continues into the next
-    step. If one GPU never reaches it, because a kernel before it does not end or the GPU has a fault, all hosts look
-    alike. Only the events that the GPUs have reached show the difference.
+    Hosts launch an NCCL collective long before the GPUs reach it, and continue into the next step. If one GPU never
+    reaches it, because an earlier kernel does not end or the GPU has a fault, all hosts are in the same state. Only the
+    events that the GPUs have reached show the difference.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._made = 0
+        self._recorded = 0
         self._device = -1
 
     def note(self, step: int) -> None:
-        """Record an event on the main thread when a phase of this optimizer step begins; takes a few microseconds.
+        """Record an event when a phase of this optimizer step begins; takes a few microseconds.
 
-        Does nothing without a GPU, or before the first step, when the rank may not have chosen its GPU.
+        Does nothing without a GPU, or before the first step, when the rank may not have selected its GPU.
         """
         if not step or not torch.cuda.is_initialized():
             return
@@ -76,21 +74,21 @@ class DeviceMarks:
                 self._device = torch.cuda.current_device()
             if torch.cuda.current_device() != self._device:
                 return  # an event belongs to the GPU on which it was recorded first
-            if len(self._events) < KEPT:
+            if len(self._events) < EVENT_COUNT:
                 self._events.append(torch.cuda.Event())
-            self._events[self._made % KEPT].record()
-            self._made += 1
+            self._events[self._recorded % EVENT_COUNT].record()
+            self._recorded += 1
 
     def reached(self) -> int | None:
-        """Return the number of the last event that the GPU has reached, 0 if that event was overwritten.
+        """Return the number of the last event that the GPU has reached, 0 if overwritten; None without events.
 
-        None without events. Call it from any thread on this rank's GPU.
+        Any thread may call it.
         """
-        if not self._made:
+        if not self._recorded:
             return None
         try:
-            for number in range(self._made, max(0, self._made - KEPT), -1):
-                if self._events[(number - 1) % KEPT].query():
+            for number in range(self._recorded, max(0, self._recorded - EVENT_COUNT), -1):
+                if self._events[(number - 1) % EVENT_COUNT].query():
                     return number
         except RuntimeError:
             return None  # the GPU has failed, which the main thread is about to notice
@@ -106,7 +104,7 @@ class Watchdog:
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = HeartbeatFolder(logs, ranks.rank, ranks.world_size)
         self.note_end = self._folder.note_end
-        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
+        """Write the latest heartbeat again with the exit code; safe in a signal handler."""
         self.all_write = False
         """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
         PROGRESS.write_step = self._write_step
@@ -127,14 +125,14 @@ class Watchdog:
 
     @property
     def writes(self) -> bool:
-        """Whether heartbeats are written to the run's folder: not while another run may use it."""
+        """Whether heartbeats are written to the run's folder, which another run may still use at first."""
         return self._folder.writes
 
     @writes.setter
     def writes(self, value: bool) -> None:
         self._folder.writes = value
         if value:
-            self._folder.publish(self._own_heartbeat())  # at once: a small model trains some steps within an interval
+            self._folder.publish(self._own_heartbeat())  # now, as a small model trains some steps within an interval
 
     def end(self, exit_code: int) -> int:
         """Write the rank's exit code into its last heartbeat; return the code."""
@@ -154,7 +152,7 @@ class Watchdog:
             self._folder.publish(beat)
             verdict = self._folder.verdict() if self._timeout_s else None
             if verdict is not None:
-                # Also on a rank that was stopped and continues after the others have given up.
+                # Reached also by a rank that was stopped and continues after the others have ended.
                 self._exit(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
@@ -171,7 +169,7 @@ class Watchdog:
             recorded, begun = recorded_collectives()
             collective = collective or recorded
         waits = collective is not None or WAITING_PHASE in progress.phases
-        # A rank that waits for the GPU spins, which looks like work: it counts only outside of waits.
+        # A rank that waits for the GPU spins, which looks like work, so work counts only outside of waits.
         if in_long_phase and not waits and self._work.has_progressed():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
@@ -228,14 +226,14 @@ class Watchdog:
         print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
             os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
-            # A launcher ends all ranks once the first has ended: the others need a moment to write their stacks.
+            # A launcher ends all ranks once the first has ended, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._own_heartbeat(), exit_code=EXIT_FAILED))
         os._exit(EXIT_FAILED)
 
 
 def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
-    """Return the ranks that the others wait for in a run without progress; all ranks if none is behind."""
+    """Return the ranks that the others wait for in a hanging run; all ranks if none is behind."""
     missing = sorted(rank for rank in silent if rank in beats)
     if missing:
         return missing
@@ -298,16 +296,16 @@ def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
         return f"rank {beat.rank} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
-        return f"{who} sends no heartbeat any more, {_describe_position(beat)}: {_why_silent(beat)}"
+        return f"{who} no longer sends heartbeats, {_describe_position(beat)}: {_why_silent(beat)}"
     return f"{who} has made no progress for {beat.idle_s / 60.0:.1f} minutes, {_describe_position(beat)}"
 
 
 def _describe_position(beat: Heartbeat) -> str:
     step = f"step {beat.step}" if beat.step else "before the first step"
-    words = [step, f"phase {beat.phase or 'between phases'}"]
-    words += [f"in {beat.collective}"] if beat.collective else []
-    words += [f"at {beat.place}"] if beat.place else []
-    return ", ".join(words)
+    parts = [step, f"phase {beat.phase}" if beat.phase else "between phases"]
+    parts += [f"in {beat.collective}"] if beat.collective else []
+    parts += [f"at {beat.place}"] if beat.place else []
+    return ", ".join(parts)
 
 
 def _why_silent(beat: Heartbeat) -> str:

@@ -1,1 +1,1 @@
-"""Per-layer ZeRO-3: the frozen base in one shard per layer and rank, gathered one layer ahead."""
+"""Shard the frozen base over the ranks (ZeRO-3), and gather it one decoder layer ahead."""

@@ -1,12 +1,12 @@
-"""Per-layer ZeRO-3: the frozen base is sharded over the ranks and gathered one decoder layer ahead.
+"""Shard the frozen base over the ranks, and gather it one decoder layer ahead (per-layer ZeRO-3).
 
-DeepSpeed's own stage 3 gathers parameter by parameter from hooks on every module, and the host cannot keep up with an
-adapted model. Here one all-gather (unit.py) fetches a whole layer while the previous layer computes, and DeepSpeed's
+DeepSpeed's own stage 3 gathers parameter by parameter from hooks on every module, which is too slow on the host for an
+adapted model. Here one all-gather (unit.py) fetches a full layer while the previous layer computes, and DeepSpeed's
 engine runs at stage 2 on the adapter, which every rank holds in full.
 
-At most two units are gathered: the current one and the next one. In the backward pass the gradient of a layer's output
-shows that all later layers are done. With gradient checkpointing the recomputation happens after that, while the
-layer's weights are gathered.
+At most two units are gathered, the current and the next one. In the backward pass the gradient of a layer's output
+shows that all later layers are done. With gradient checkpointing the recomputation comes after that, while the layer's
+weights are gathered.
 """
 
 from collections import Counter
@@ -26,8 +26,8 @@ from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
 from trainer.parallel.engine.partitioned import keep_own_values
 
-SMALL = 100_000
-"""Parameters with fewer elements than this are not sharded outside of blocks, such as the last norm."""
+MIN_ELEMENTS = 100_000
+"""Minimum size of a parameter outside of blocks to be sharded; the last norm is smaller."""
 
 
 @dataclass(frozen=True)
@@ -43,42 +43,43 @@ class UnitPlan:
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
     """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
 
-    A model may list its blocks itself (`gathered_blocks`). Not sharded are the modules with names that end in one of
-    `keep_whole`, the embeddings with `keep_embeddings`, weights shared with those or between blocks, and small weights
-    outside of blocks. A weight with two names (a tied head) belongs to the first module that has it.
+    A model may list its blocks itself (`gathered_blocks`). Modules with names that end in one of `keep_whole` are not
+    sharded, nor the embeddings with `keep_embeddings`, nor weights shared with those or between blocks, nor small
+    weights outside of blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
+    excluded = _find_excluded(model, keep_whole, keep_embeddings)
     if hasattr(model, "gathered_blocks"):
-        return _units(modules, model.gathered_blocks(), _kept(model, keep_whole, keep_embeddings))
+        return _plan_blocks(modules, model.gathered_blocks(), excluded)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
-    blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
-    return _units(modules, blocks, _kept(model, keep_whole, keep_embeddings))
+    return _plan_blocks(modules, [path for path in modules if path.rpartition(".")[0] in outermost], excluded)
 
 
-def _units(modules: dict[str, Any], blocks: Sequence[str], kept: set[int]) -> list[UnitPlan]:
-    in_blocks = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
-    kept |= {identity for identity, times in in_blocks.items() if times > 1}
+def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[int]) -> list[UnitPlan]:
+    counts = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
+    excluded |= {identity for identity, count in counts.items() if count > 1}
     units = []
     for block in blocks:
-        own = modules[block].named_parameters(prefix=block)
-        names = [name for name, parameter in own if id(parameter) not in kept]
-        # Among all modules: a module shared by blocks is filled with the first of them.
+        parameters = modules[block].named_parameters(prefix=block)
+        names = [name for name, parameter in parameters if id(parameter) not in excluded]
+        # From `modules`, which lists a module that blocks share only once: it is filled with the first of them.
         last = [path for path in modules if f"{path}.".startswith(f"{block}.")][-1]
         units.append(UnitPlan(block, last, tuple(names)))
-    kept |= set(in_blocks)
+    excluded |= set(counts)
     for path, module in modules.items():
         large = {
             name: id(parameter)
             for name, parameter in module.named_parameters(prefix=path, recurse=False)
-            if id(parameter) not in kept and parameter.numel() >= SMALL
+            if id(parameter) not in excluded and parameter.numel() >= MIN_ELEMENTS
         }
         units.append(UnitPlan(path, path, tuple(large)))
-        kept |= set(large.values())
+        excluded |= set(large.values())
     return [unit for unit in units if unit.parameters]
 
 
-def _kept(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
+def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
+    """Return the ids of the parameters of modules that are not sharded."""
     modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
     if keep_embeddings:
         modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
@@ -92,7 +93,7 @@ class _Step:
     unit: ShardedUnit
     module: nn.Module
     has_backward: bool
-    """False for embeddings, at which the gradient ends."""
+    """False for embeddings, where the gradient ends."""
 
 
 class LayerShards:
@@ -108,10 +109,10 @@ class LayerShards:
         keep_embeddings: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set up without a model. The ranks of `group` (default: all) share one copy of the base.
+        """Store the options; the ranks of `group` (default: all) share one copy of the base.
 
-        Modules with a name that ends in one of `keep_whole` are not sharded, because they are trained in full. With
-        `keep_embeddings` the embedding and the head are not sharded, because they will grow.
+        Modules with a name that ends in one of `keep_whole` are not sharded, because they are fully trained. With
+        `keep_embeddings` the embedding and the head are not sharded, because they will be resized.
         """
         self.units: list[ShardedUnit] = []
         self._device = device
@@ -121,13 +122,13 @@ class LayerShards:
         self._group = group
         self._plan: dict[str, UnitPlan] = {}
         self._modules: set[int] = set()
-        self._unit_of: dict[int, ShardedUnit] = {}
+        self._units_by_parameter: dict[int, ShardedUnit] = {}
         self._steps: list[_Step] = []
         self._current: ShardedUnit | None = None
         self._in_backward = False
 
     def plan(self, model: nn.Module) -> None:
-        """Choose the units of a model that has no weights yet."""
+        """Choose the units of a model without weights."""
         units = plan_units(model, self._keep_whole, keep_embeddings=self._keep_embeddings)
         self._plan = {unit.last_module: unit for unit in units}
 
@@ -151,32 +152,33 @@ class LayerShards:
         for parameter in parameters:
             parameter.requires_grad_(False)
             keep_own_values(parameter)
-            self._unit_of[id(parameter)] = unit
+            self._units_by_parameter[id(parameter)] = unit
 
     @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
         """Register hooks on the modules of the adapted model that read the units, before its first forward pass."""
-        assert not self._plan, f"never filled: {sorted(self._plan)}"
-        self._steps = list(self._readers(model))
+        assert not self._plan, f"not loaded: {sorted(self._plan)}"
+        self._steps = list(self._find_steps(model))
         for index, step in enumerate(self._steps):
             before, after = partial(self._before_forward, index), partial(self._after_forward, index)
             step.module.register_forward_pre_hook(before)
             step.module.register_forward_hook(after)
         model.layer_shards = self
 
-    def _readers(self, model: nn.Module) -> Iterator[_Step]:
+    def _find_steps(self, model: nn.Module) -> Iterator[_Step]:
         """Yield the outermost modules that may read a unit's weights without calling a child.
 
-        These are decoder layers, adapted linear layers, and modules with weights of their own.
+        These are decoder layers, adapted linear layers, and modules that directly own a weight of the unit.
         """
         from peft.tuners.lora import LoraLayer
 
         below: tuple[str, ...] = ()
         for path, module in model.named_modules():
-            unit = next((self._unit_of[id(p)] for p in module.parameters() if id(p) in self._unit_of), None)
+            units = (self._units_by_parameter.get(id(parameter)) for parameter in module.parameters())
+            unit = next((each for each in units if each is not None), None)
             if unit is None or path.startswith(below or "."):
                 continue
-            reads_own = any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False))
+            reads_own = any(id(parameter) in self._units_by_parameter for parameter in module.parameters(recurse=False))
             if reads_own or id(module) in self._modules or isinstance(module, LoraLayer):
                 below = (*below, f"{path}.")
                 base = module.get_base_layer() if isinstance(module, LoraLayer) else module
@@ -185,7 +187,7 @@ class LayerShards:
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Gather the weights of these modules within the block; every rank must enter it."""
-        found = [self._unit_of.get(id(parameter)) for module in modules for parameter in module.parameters()]
+        found = [self._units_by_parameter.get(id(parameter)) for module in modules for parameter in module.parameters()]
         units = [unit for unit in dict.fromkeys(found) if unit is not None]
         for unit in units:
             unit.start()
@@ -198,7 +200,7 @@ class LayerShards:
                     unit.free()
 
     def time_waits(self, waiting: Waiting) -> None:
-        """Wrap every wait of the compute stream (on a CPU, of the caller) for a gather in `waiting()`."""
+        """Wrap every wait of the compute stream (on a CPU, of the calling thread) for a gather in `waiting()`."""
         for unit in self.units:
             unit.waiting = waiting
 
@@ -206,15 +208,15 @@ class LayerShards:
         """Return a line for the console."""
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
-        where = "in its host memory" if self._in_host_memory else "on it"
+        where = "in host memory" if self._in_host_memory else "on its device"
         among = "" if self._group is None else f" over {dist.get_world_size(self._group)} ranks"
         return (
-            f"base: cut into {len(self.units)} layers{among}, {held:.2f} GiB per rank {where}; gathered one "
-            f"ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
+            f"base: sharded in {len(self.units)} units{among}, {held:.2f} GiB per rank {where}; gathered one "
+            f"unit ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
         )
 
     def _before_forward(self, index: int, *_: Any) -> None:
-        # Inside a backward pass this is a recomputation, which proceeds from the last layer to the first.
+        # Within a backward pass this is a recomputation, which proceeds from the last layer to the first.
         self._enter(index, backward=_runs_backward())
 
     def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -233,22 +235,22 @@ class LayerShards:
         self._enter(index, backward=True)
 
     def _enter(self, index: int, *, backward: bool) -> None:
-        """Wait for this step's unit, start to gather the next one, and free all others."""
-        unit, coming = self._steps[index].unit, self._coming(index, backward)
+        """Wait for this step's unit, start gathering the next one, and free all others."""
+        unit, next_unit = self._steps[index].unit, self._find_next(index, backward)
         for other in self.units:
-            if other is not unit and other is not coming:
+            if other is not unit and other is not next_unit:
                 other.free()
         unit.start()
         unit.wait()
         self._current = unit
-        if coming is not None:
-            coming.start()
+        if next_unit is not None:
+            next_unit.start()
         if backward and not self._in_backward:
             Variable._execution_engine.queue_callback(self._after_backward)
         self._in_backward = backward
 
-    def _coming(self, index: int, backward: bool) -> ShardedUnit | None:
-        """Return the unit of the next step; after a last step, that of the backward pass or of the next forward."""
+    def _find_next(self, index: int, backward: bool) -> ShardedUnit | None:
+        """Return the unit of the next step; after the last step, that of the backward pass or of the next forward."""
         if not backward and index + 1 < len(self._steps):
             return self._steps[index + 1].unit
         if backward or torch.is_grad_enabled():
@@ -260,7 +262,7 @@ class LayerShards:
         self._end_of_pass()
 
     def _end_of_pass(self) -> None:
-        """Free all units but the one that the next pass begins with."""
+        """Free all units except the one that the next pass begins with."""
         for unit in self.units:
             if unit is not self._steps[0].unit:
                 unit.free()

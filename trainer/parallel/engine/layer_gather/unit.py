@@ -1,10 +1,10 @@
-"""A shard unit of per-layer ZeRO-3: tensors sharded over the ranks, gathered by one collective, and freed.
+"""Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers from the ranks, and that are freed.
 
 All tensors of a unit, of any dtype, are permanent views of one buffer of bytes. Gathering allocates the buffer's
-storage and one all-gather fills it; freeing releases the memory. No Parameter changes, and whatever autograd saved of a
-weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again, as they share
-one storage (the idea is FSDP's, Zhao et al. 2023). Reading a unit that is not gathered crashes the process and cannot
-return wrong numbers.
+storage, and one all-gather fills it. Freeing releases the memory. No Parameter changes, and anything that autograd
+saved of a weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again, as
+they share one storage (an idea of FSDP, Zhao et al. 2023). Reading a unit that is not gathered crashes the process
+instead of returning wrong numbers.
 
 Streams: a collective runs on the process group's own stream, starts after earlier work of the compute stream, and the
 compute stream waits for it. Memory is allocated and freed in the order of the compute stream.
@@ -29,7 +29,7 @@ Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that 
 
 
 class ShardedUnit:
-    """Tensors that are gathered and freed together; each rank of a group holds a part of them, on its GPU or host."""
+    """Tensors that are gathered and freed together; each rank of a group holds a shard in GPU or host memory."""
 
     def __init__(
         self,
@@ -41,39 +41,39 @@ class ShardedUnit:
         pin_memory: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Shard the tensors in the slots over a group (default: all ranks), and replace them by freed views."""
+        """Shard the tensors of the slots over a group (default: all ranks), and replace them by freed views."""
         self.name = name
         self.waiting: Waiting = nullcontext
         self._group = group
-        joined = dist.is_initialized()
-        self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
+        is_joined = dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if is_joined else (0, 1)
         offsets, end = [], 0
         for tensor, _ in slots:
             offsets.append(end)
             end += _aligned(tensor.nbytes)
-        share = _aligned(-(-end // self._world))
-        self._whole = torch.empty(share * self._world, dtype=torch.uint8, device=device)
+        size = _aligned(-(-end // self._world))
+        self._whole = torch.empty(size * self._world, dtype=torch.uint8, device=device)
         for (tensor, replace), offset in zip(slots, offsets, strict=True):
             view = self._whole.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor.detach())
-            replace(view.data)  # with a separate version counter: autograd must not see a gather as a change
+            replace(view.data)  # .data has its own version counter, so autograd does not see a gather as a change
         self._storage = self._whole.untyped_storage()
-        self._own = self._whole.narrow(0, self._rank * share, share)
+        self._own_part = self._whole.narrow(0, self._rank * size, size)
         on_host = in_host_memory and device.type == "cuda"
-        # A rank that is alone in its group has nothing to gather, and never frees.
+        # The only rank of a group has nothing to gather, and never frees.
         self._is_whole = group is not None and self._world == 1 and not on_host
-        self._share = self._own if self._is_whole else self._own.to("cpu" if on_host else device, copy=True)
+        self._shard = self._own_part if self._is_whole else self._own_part.to("cpu" if on_host else device, copy=True)
         if on_host and pin_memory:
-            self._share = self._share.pin_memory()
+            self._shard = self._shard.pin_memory()
         self._copies = torch.cuda.Stream(device) if on_host else None
-        self._arrival: Any = None  # of a gather that has not been waited for
+        self._pending: Any = None  # handle of a gather that is in progress
         self.is_gathered = True
         self.free()
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the unit that this rank always holds."""
-        return self._share.nbytes
+        """Bytes of this rank's shard."""
+        return self._shard.nbytes
 
     @property
     def bytes_gathered(self) -> int:
@@ -88,27 +88,27 @@ class ShardedUnit:
         with record_function(f"zerolora: gather {self.name}"):
             self._storage.resize_(self._whole.nbytes)
             if self._copies is None:
-                self._arrival = _all_gather(self._whole, self._share, self._group)
+                self._pending = _all_gather(self._whole, self._shard, self._group)
                 return
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
-                self._own.copy_(self._share, non_blocking=True)
+                self._own_part.copy_(self._shard, non_blocking=True)
                 alone = self._world == 1
-                self._arrival = (
-                    self._copies.record_event() if alone else _all_gather(self._whole, self._own, self._group)
+                self._pending = (
+                    self._copies.record_event() if alone else _all_gather(self._whole, self._own_part, self._group)
                 )
 
     def wait(self) -> None:
-        """Make the current stream (on a CPU, the caller) wait for the gather."""
-        if self._arrival is not None:
+        """Make the current stream (on a CPU, the calling thread) wait for the gather."""
+        if self._pending is not None:
             with record_function(f"zerolora: wait for {self.name}"), self.waiting():
-                self._arrival.wait()
-            self._arrival = None
+                self._pending.wait()
+            self._pending = None
 
     def free(self) -> None:
         """Free the gathered memory."""
         if self.is_gathered and not self._is_whole:
-            self.wait()  # nothing may arrive in memory that no longer belongs to the unit
+            self.wait()  # a collective must not write to memory after it is freed
             self._storage.resize_(0)
             self.is_gathered = False
 
@@ -122,10 +122,10 @@ def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
         state = state.state2 if require(state, "nested", "bitsandbytes") else None
 
 
-def _all_gather(whole: Tensor, share: Tensor, group: dist.ProcessGroup | None) -> Any:
+def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Any:
     # torch 2.13 renamed the collective.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return gather(whole, share, group=group, async_op=True)
+    return gather(whole, shard, group=group, async_op=True)
 
 
 def _aligned(size: int) -> int:
