@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.lora import lora_group
-from ops.many import Part, add_adapters
+from ops.many_adapters import Part, add_adapters
 
 IN, OUTS = 24, (16, 40)
 CASES = {

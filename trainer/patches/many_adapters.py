@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many import Part, add_adapters
+from ops.many_adapters import Part, add_adapters
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper

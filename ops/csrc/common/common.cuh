@@ -222,4 +222,20 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int thre
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Returns how many CTAs run at once in clusters. A cluster is within a GPC, which may leave multiprocessors idle;
+// `fallback` is the number of clusters if the driver does not tell.
+template <typename Kernel>
+int count_concurrent_ctas(Kernel kernel, int grid, int threads, int shared_bytes, int cluster, int fallback) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid)), config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes), config.attrs = &attribute, config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  return (status == cudaSuccess && clusters > 0 ? clusters : fallback) * cluster;
+}
+
 }  // namespace zerolora

@@ -15,19 +15,18 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+#define ZL_WAIT(instruction)                                                             \
+  asm volatile("{\n.reg .pred done;\nagain:\n" instruction                               \
+               " done, [%0], %1;\n@done bra over;\nbra again;\nover:\n}" ::"r"(barrier), \
+               "r"(parity)                                                               \
+               : "memory")
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  ZL_WAIT("mbarrier.try_wait.parity.shared.b64");
 }
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  ZL_WAIT("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64");
+}
+#undef ZL_WAIT
 
 // A position in a ring of stages, and the parity of the barriers in this round.
 struct Ring {
@@ -90,19 +89,6 @@ __device__ __forceinline__ float4 load_remote(uint32_t address) {
 __device__ __forceinline__ void named_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void named_arrive(int threads) {
   asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 }
 
 // Prefetches a tensor map. As a launch parameter it may be read before the previous kernel ends.
@@ -187,40 +173,22 @@ template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
 #define ZL_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define ZL_R32 ZL_R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 
-// c[64, 2 * kRegisters] += a[64,16] b[16, 2 * kRegisters]; trans: the operand's rows run along M (or N), not along K.
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[8], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type \
-               " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, %11;"    \
-               : ZL_C4(0), ZL_C4(4)                                        \
+// c[64, 2 * registers] += a[64,16] b[16, 2 * registers]; trans: the operand's rows run along M (or N), not along K.
+#define ZL_WGMMA(type, columns, outputs, operands, ...)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" outputs "}, " operands ";" \
+               : __VA_ARGS__                                                                                        \
                : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
+#define ZL_DEFINE_WGMMA(registers, ...)                                                  \
+  template <typename T, int kTransA, int kTransB>                                        \
+  __device__ __forceinline__ void wgmma(float (&c)[registers], uint64_t a, uint64_t b) { \
+    if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16", __VA_ARGS__);          \
+    else ZL_WGMMA("bf16", __VA_ARGS__);                                                  \
+  }
+ZL_DEFINE_WGMMA(8, "16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8, %9, 1, 1, 1, %10, %11", ZL_C4(0), ZL_C4(4))
+ZL_DEFINE_WGMMA(16, "32", ZL_R16, "%16, %17, 1, 1, 1, %18, %19", ZL_C16(0))
+ZL_DEFINE_WGMMA(32, "64", ZL_R32, "%32, %33, 1, 1, 1, %34, %35", ZL_C16(0), ZL_C16(16))
+#undef ZL_DEFINE_WGMMA
 #undef ZL_WGMMA
-}
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[16], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                                 \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" ZL_R16 \
-               "}, %16, %17, 1, 1, 1, %18, %19;"                                       \
-               : ZL_C16(0)                                                             \
-               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
-#undef ZL_WGMMA
-}
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                                 \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" ZL_R32 \
-               "}, %32, %33, 1, 1, 1, %34, %35;"                                       \
-               : ZL_C16(0), ZL_C16(16)                                                 \
-               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
-#undef ZL_WGMMA
-}
 
 #define ZL_C64(i) ZL_C16(i), ZL_C16(i + 16), ZL_C16(i + 32), ZL_C16(i + 48)
 #define ZL_R128                                                                                              \

@@ -27,8 +27,6 @@ void check_launchable(int64_t elements) {
 }
 Rows to_rows(const Matrix& matrix) { return {matrix.data, matrix.ld}; }
 
-// ---- RMSNorm ------------------------------------------------------------------------------------------------------
-
 RmsNorm norm_job(const Tensor& x, const Matrix& rows, const Tensor& weight, double eps, double offset) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1), "weight ", text(weight),
                     " for x ", text(x), ": expected one factor per element of the last dimension");
@@ -70,8 +68,6 @@ Tensor rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weig
   return grad_x;
 }
 
-// ---- SiLU or GELU times another matrix ----------------------------------------------------------------------------
-
 GatedMul gated_job(Activation activation, const Tensor& gate, const Matrix& gate_rows, const Tensor& up,
                    const Matrix& up_rows) {
   TORCH_CHECK_VALUE(gate.dim() >= 1 && gate.sizes() == up.sizes(), "gate ", text(gate), " and up ", text(up),
@@ -109,8 +105,6 @@ Pair gated_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up
   return {std::move(grad_gate), std::move(grad_up)};
 }
 
-// ---- Rotary embedding ---------------------------------------------------------------------------------------------
-
 // Allocates [B, heads, T, D] stored as [B, T, heads, D], so that attention and the projections' gradients get whole
 // rows.
 Tensor heads_like(const Tensor& x) {
@@ -123,7 +117,8 @@ Heads make_heads(const Tensor& x, const Tensor& out) {
           static_cast<int>(x.size(1)), out.mutable_data_ptr()};
 }
 
-Pair rotate(const Tensor& q_in, const Tensor& k_in, const Tensor& cos_in, const Tensor& sin_in, bool transposed) {
+template <bool kTransposed>
+Pair rope(const Tensor& q_in, const Tensor& k_in, const Tensor& cos_in, const Tensor& sin_in) {
   const c10::cuda::CUDAGuard guard(q_in.device());
   TORCH_CHECK_VALUE(q_in.dim() == 4 && k_in.dim() == 4 && q_in.size(0) == k_in.size(0) &&
                         q_in.size(2) == k_in.size(2) && q_in.size(3) == k_in.size(3),
@@ -149,19 +144,10 @@ Pair rotate(const Tensor& q_in, const Tensor& k_in, const Tensor& cos_in, const 
   job.q = make_heads(q, q_out), job.k = make_heads(k, k_out);
   job.cos = cos.const_data_ptr(), job.sin = sin.const_data_ptr();
   job.angle_stride_b = cos.size(0) == 1 ? 0 : cos.stride(0), job.angle_stride_t = cos.stride(1);
-  job.transposed = transposed;
+  job.transposed = kTransposed;
   check(launch_rope(job, current_stream(q)), "launching the rotary embedding");
   return {std::move(q_out), std::move(k_out)};
 }
-
-Pair rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
-  return rotate(q, k, cos, sin, false);
-}
-Pair rope_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& cos, const Tensor& sin) {
-  return rotate(grad_q, grad_k, cos, sin, true);
-}
-
-// ---- derivatives --------------------------------------------------------------------------------------------------
 
 template <typename Signature> c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -208,14 +194,14 @@ template <Activation kActivation> struct GatedFunction : torch::autograd::Functi
 
 struct RopeFunction : torch::autograd::Function<RopeFunction> {
   static Tensors forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
-    static const auto op = find<decltype(rope)>("zerolora::rope");
+    static const auto op = find<decltype(rope<false>)>("zerolora::rope");
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({cos, sin});
     auto [q_out, k_out] = op.call(q, k, cos, sin);
     return {q_out, k_out};
   }
   static Tensors backward(AutogradContext* ctx, const Tensors& grads) {
-    static const auto op = find<decltype(rope_backward)>("zerolora::rope_backward");
+    static const auto op = find<decltype(rope<true>)>("zerolora::rope_backward");
     TORCH_CHECK_VALUE(!ctx->needs_input_grad(2) && !ctx->needs_input_grad(3),
                       "cos or sin requires a gradient: the operator has none of the angles");
     const Tensors saved = ctx->get_saved_variables();
@@ -245,8 +231,8 @@ TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("silu_mul_backward", gated_mul_backward<Activation::silu>);
   library.impl("gelu_mul", gated_mul<Activation::gelu>);
   library.impl("gelu_mul_backward", gated_mul_backward<Activation::gelu>);
-  library.impl("rope", rope);
-  library.impl("rope_backward", rope_backward);
+  library.impl("rope", rope<false>);
+  library.impl("rope_backward", rope<true>);
 }
 
 // For CUDA tensors only: other devices use the formulas that Python registers.

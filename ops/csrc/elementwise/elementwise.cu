@@ -4,8 +4,6 @@
 namespace zerolora {
 namespace {
 
-// ---- SiLU or GELU times another matrix ----------------------------------------------------------------------------
-
 constexpr int kThreads = 256, kUnroll = 2;
 
 template <typename T> __device__ __forceinline__ float sigmoid(float v) {
@@ -124,8 +122,7 @@ cudaError_t launch_gated(GatedMul job, bool backward, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// ---- Rotary embedding: a block per token, a thread per pair of vectors ---------------------------------------------
-
+// Rotary embedding: a block per token, a thread per pair of vectors.
 constexpr int kRopeThreads = 512;
 
 template <typename T, int W> __global__ void __launch_bounds__(kRopeThreads) rope_kernel(const Rope a) {

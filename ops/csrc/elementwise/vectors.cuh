@@ -6,18 +6,10 @@
 namespace zerolora {
 
 // W adjacent elements, loaded and stored in one instruction.
-template <int kBytes> struct WordOf;
-template <> struct WordOf<2> {
-  using type = unsigned short;
-};
-template <> struct WordOf<4> {
-  using type = unsigned int;
-};
-template <> struct WordOf<16> {
-  using type = uint4;
-};
 template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
-  using Word = typename WordOf<sizeof(T) * W>::type;
+  static constexpr int kBytes = sizeof(T) * W;
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 16);
+  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 4, unsigned int, unsigned short>>;
   T values[W];
 };
 template <typename T, int W> __device__ __forceinline__ Pack<T, W> load(const T* from) {

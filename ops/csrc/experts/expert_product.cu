@@ -159,16 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_kernel(const __grid_const
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
-  const Barriers barriers{base + kBarriers};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 2 * kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();  // the other CTA's barriers are ready too
-  wait_for_predecessor();
+  init_barriers({base + kBarriers});
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     multiply_grouped<T, kForward>(args, base);

@@ -195,7 +195,6 @@ Tensor add_projection(ExpertGate& job, const std::optional<Tensor>& p, double sc
                       const Tensor& like) {
   job.R_out = p.has_value() ? static_cast<int>(p->size(1)) : 0, job.scale = static_cast<float>(scale);
   check_operand(p, "p", like, {job.rows.E, job.R_out, width});
-  TORCH_CHECK_VALUE(job.R_out <= kMostFused, text(job.R_out), " ranks: the kernel supports at most ", text(kMostFused));
   Tensor projected = at::empty({job.rows.N, job.R_out}, like.options());
   job.p = data_or_null(p), job.projected = projected.mutable_data_ptr();
   return projected;

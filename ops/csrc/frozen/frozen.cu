@@ -109,16 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_consta
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
-  const Barriers barriers{base + kBarriers};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 2 * kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();  // the other CTA's barriers are ready too
-  wait_for_predecessor();
+  init_barriers({base + kBarriers});
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     multiply_tiles<T, kForward, kMore>(args, base);
@@ -130,23 +121,13 @@ __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_consta
 #endif
 }
 
-// Returns the CTAs that run at once in clusters. A cluster is within a GPC, which may have an odd number of
-// multiprocessors.
 template <auto kKernel> int slots(const Device& device) {
   static std::atomic<int> known;
-  if (known.load() > 0) return known.load();
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(device.multiprocessors / kCluster * kCluster));
-  config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kBytes;
-  config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
-  if (status != cudaSuccess || clusters == 0) clusters = device.multiprocessors / kCluster - 2;
-  known.store(clusters * kCluster);
-  return clusters * kCluster;
+  if (known.load() == 0) {
+    const int clusters = device.multiprocessors / kCluster;
+    known.store(count_concurrent_ctas(kKernel, clusters * kCluster, kThreads, kBytes, kCluster, clusters - 2));
+  }
+  return known.load();
 }
 
 template <typename T, bool kForward, bool kMore>

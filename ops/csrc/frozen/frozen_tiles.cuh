@@ -36,6 +36,19 @@ struct Barriers {
   __device__ __forceinline__ uint32_t empty(int stage) const { return base + (kStages + stage) * 8; }
 };
 
+// Initializes the barriers of both CTAs of a cluster, and waits for the previous kernel.
+__device__ __forceinline__ void init_barriers(const Barriers& barriers) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(barriers.full(i), 1);
+      barrier_init(barriers.empty(i), 2 * kCluster);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+  wait_for_predecessor();
+}
+
 // A CTA's tiles. Groups of row tiles are traversed column by column, so that concurrent tiles share X and W in L2.
 struct Walk {
   int tile = static_cast<int>(blockIdx.x) / kCluster, row = 0, col = 0;

@@ -107,16 +107,12 @@ inline bool downs_adjacent(at::TensorList downs, const Layout& layout, DType typ
 }
 
 inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t rows, int64_t cols) {
-  return {source.const_data_ptr(),
-          to_dtype(source),
-          type,
-          source.stride(0),
-          source.stride(1),
-          source.size(0),
-          source.size(1),
-          target,
-          rows,
-          cols};
+  PackJob job;
+  job.source = source.const_data_ptr(), job.source_dtype = to_dtype(source), job.target_dtype = type;
+  job.row_stride = source.stride(0), job.col_stride = source.stride(1);
+  job.rows = source.size(0), job.cols = source.size(1);
+  job.target = target, job.target_rows = rows, job.target_cols = cols;
+  return job;
 }
 
 // Returns the adapters padded and in the type of x. Those that already are so are used in place; the others are copied

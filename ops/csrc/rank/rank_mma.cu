@@ -278,21 +278,12 @@ template <typename T> cudaError_t dispatch_rank(const Args& args, const Plan& pl
 cudaError_t launch_rank_mma(const RankWork& work, cudaStream_t stream) {
   const RankPass& pass = work.pass;
   const Plan& plan = work.plan;
-  const Args args{static_cast<const char*>(pass.z),
-                  static_cast<const char*>(pass.p),
-                  static_cast<const char*>(pass.v),
-                  pass.ldz,
-                  pass.ldp,
-                  pass.ldv,
-                  pass.T,
-                  pass.D,
-                  plan.rows_per_split,
-                  plan.cols_per_split,
-                  pass.R,
-                  pass.dropout,
-                  work.u,
-                  work.g,
-                  pass.g_by_rank};
+  Args args{};
+  args.z = static_cast<const char*>(pass.z), args.p = static_cast<const char*>(pass.p);
+  args.v = static_cast<const char*>(pass.v), args.ldz = pass.ldz, args.ldp = pass.ldp, args.ldv = pass.ldv;
+  args.T = pass.T, args.D = pass.D, args.R = pass.R, args.dropout = pass.dropout;
+  args.rows_per_split = plan.rows_per_split, args.cols_per_split = plan.cols_per_split;
+  args.u = work.u, args.g = work.g, args.g_by_rank = pass.g_by_rank;
   return pass.dtype == DType::f16 ? dispatch_rank<__half>(args, plan, stream)
                                   : dispatch_rank<__nv_bfloat16>(args, plan, stream);
 }

@@ -149,23 +149,12 @@ Plan plan_rank_simt(const RankPass& pass, const Device& device) {
 cudaError_t launch_rank_simt(const RankWork& work, cudaStream_t stream) {
   const RankPass& pass = work.pass;
   const Plan& plan = work.plan;
-  const Args args{pass.z,
-                  pass.p,
-                  pass.v,
-                  pass.ldz,
-                  pass.T,
-                  pass.D,
-                  pass.p_by_rank ? pass.ldp : 1,
-                  pass.p_by_rank ? 1 : pass.ldp,
-                  pass.ldv,
-                  plan.rows_per_split,
-                  plan.cols_per_split,
-                  pass.R,
-                  plan.rank_pad,
-                  pass.g_by_rank,
-                  pass.dropout,
-                  work.u,
-                  work.g};
+  Args args{};
+  args.z = pass.z, args.p = pass.p, args.v = pass.v, args.ldz = pass.ldz, args.ldv = pass.ldv;
+  args.T = pass.T, args.D = pass.D, args.R = pass.R, args.rank_pad = plan.rank_pad, args.dropout = pass.dropout;
+  args.p_rank = pass.p_by_rank ? pass.ldp : 1, args.p_column = pass.p_by_rank ? 1 : pass.ldp;
+  args.rows_per_split = plan.rows_per_split, args.cols_per_split = plan.cols_per_split;
+  args.u = work.u, args.g = work.g, args.g_by_rank = pass.g_by_rank;
   cudaError_t status = cudaErrorInvalidValue;
   by_type(pass.dtype, [&](auto* type) { status = launch<std::remove_pointer_t<decltype(type)>>(args, plan, stream); });
   return status;

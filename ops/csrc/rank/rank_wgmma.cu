@@ -239,27 +239,20 @@ cudaError_t describe(Problem& problem, const RankWork& work) {
 
 }  // namespace
 
-// A cluster is within a GPC, which does not have a multiple of 8 multiprocessors: clusters of 8 leave 12 of 132 idle.
+// Clusters of 8 leave 12 of 132 multiprocessors idle.
 int wgmma_slots(int cluster, const Device& device) {
   static std::atomic<int> known[kMaxCluster + 1];
   if (cluster == 1) return device.multiprocessors;
-  if (known[cluster].load() > 0) return known[cluster].load();
-  using L = Layout<16, 4, true, true>;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(kMaxCluster * device.multiprocessors));
-  config.blockDim = dim3(L::kThreads);
-  config.dynamicSmemBytes = L::kBytes, config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  cudaError_t status = allow_shared_bytes<wgmma_kernel<__nv_bfloat16, 16, 4, true, true>>(L::kBytes);
-  if (status == cudaSuccess)
-    status = cudaOccupancyMaxActiveClusters(&clusters, wgmma_kernel<__nv_bfloat16, 16, 4, true, true>, &config);
-  if (status != cudaSuccess || clusters == 0) clusters = (device.multiprocessors - 2 * cluster) / cluster;
-  known[cluster].store(clusters * cluster);
-  return clusters * cluster;
+  if (known[cluster].load() == 0) {
+    using L = Layout<16, 4, true, true>;
+    constexpr auto kernel = wgmma_kernel<__nv_bfloat16, 16, 4, true, true>;
+    const int fallback = (device.multiprocessors - 2 * cluster) / cluster;
+    const bool allowed = allow_shared_bytes<kernel>(L::kBytes) == cudaSuccess;
+    known[cluster].store(allowed ? count_concurrent_ctas(kernel, kMaxCluster * device.multiprocessors, L::kThreads,
+                                                         L::kBytes, cluster, fallback)
+                                 : fallback * cluster);
+  }
+  return known[cluster].load();
 }
 
 cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t stream) {
