@@ -1,17 +1,16 @@
 """Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
 
 from ops import elementwise, groups
-from ops.backend import Backend, check_requested, load, loaded, predict_backend
+from ops.backend import check_requested, load, loaded, predict_backend
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.grouped import grouped_group, grouped_linear
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
-from ops.plain import lora_backward
+from ops.primitives import lora_backward
 from ops.scaled import ScaledWeight, scaled_group, scaled_linear
 
 __all__ = [
-    "Backend",
     "EightBitWeight",
     "ExpertAdapter",
     "ExpertMatrix",

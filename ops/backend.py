@@ -1,4 +1,4 @@
-"""Choice of the code for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
+"""The implementation for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _library: torch.library.Library | None = None
 
 
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
-    """Register the operators for CUDA tensors, once per process; `auto` takes the kernels where they can be built.
+    """Register the operators for CUDA tensors, once per process; `auto` uses the kernels if they can be built.
 
     Raises ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
     """
@@ -34,7 +34,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
             return _loaded
         raise ValueError(f"ops.backend={backend}: this process has already loaded {_loaded.name} ({_loaded.reason})")
     if backend == "reference":
-        _loaded = _use_reference("asked for")
+        _loaded = _use_reference("requested")
     else:
         from ops.builder import LoraOpBuilder  # imports deepspeed, which takes seconds
         from ops.toolkit import BuildError
@@ -54,7 +54,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
 
 
 def predict_backend(backend: Literal["auto", "cuda"]) -> str:
-    """Return the name that `load` will choose unless a build fails, without waiting for one."""
+    """Return the name of the backend that `load` will choose, assuming that a build succeeds; builds nothing."""
     if _loaded is not None:
         return _loaded.name
     from ops.builder import LoraOpBuilder
@@ -65,7 +65,7 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
 
 
 def check_requested() -> None:
-    """Raise ValueError if the kernels, which are requested, can neither be found nor built; nothing is built."""
+    """Raise ValueError if the kernels can neither be found nor built; builds nothing."""
     from ops.builder import LoraOpBuilder
 
     builder = LoraOpBuilder()
@@ -74,7 +74,7 @@ def check_requested() -> None:
 
 
 def loaded() -> Backend | None:
-    """Return what `load` chose in this process, None before it ran."""
+    """Return the backend that `load` chose in this process, or None."""
     return _loaded
 
 

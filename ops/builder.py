@@ -1,7 +1,7 @@
 """Build the CUDA operators through DeepSpeed's op builder, and list them with DeepSpeed's own.
 
     python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
-    python -m ops.builder build [--clean] [--verbose] compile now, so that no rank has to
+    python -m ops.builder build [--clean] [--verbose] compile ahead of time, so that ranks need not
     python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
     ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
@@ -30,7 +30,7 @@ from ops import prebuilt
 from ops.toolkit import (
     BuildError,
     all_architectures,
-    architecture,
+    architecture_name,
     build_ptx_flags,
     check_capability,
     check_toolkit,
@@ -52,7 +52,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         super().__init__(name=self.NAME)
         self._architectures = list(architectures) if architectures is not None else None
         self.origin = ""
-        """The folder of the loaded module's build, for messages."""
+        """Folder of the loaded build, for messages."""
 
     def absolute_name(self) -> str:
         return f"ops.built.{self.NAME}"
@@ -64,17 +64,17 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return sorted(str(path) for path in CSRC.iterdir())  # headers are included by bare name
 
     def cxx_args(self) -> list[str]:
-        return ["-O3", self._standard(), *build_ptx_flags(self._architectures or ())]
+        return ["-O3", self._cxx_standard(), *build_ptx_flags(self._architectures or ())]
 
     def nvcc_args(self) -> list[str]:
         # Replaces DeepSpeed's flags, which add --use_fast_math and never emit sm_90a.
-        names = self._names()
+        names = self._architecture_names()
         hopper = ["-DZEROLORA_HOPPER"] if "90a" in names else []
         threads = f"--threads={min(os.cpu_count() or 1, 8)}"
-        return ["-O3", self._standard(), threads, *hopper, *(gencode(name) for name in names)]
+        return ["-O3", self._cxx_standard(), threads, *hopper, *(gencode(name) for name in names)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether nvcc, torch and (once a CUDA context exists) the card can build and run it."""
+        """Return whether the operators can be built and, if a CUDA context exists, run; set `error_log` if not."""
         try:
             self.check()
         except BuildError as error:
@@ -85,7 +85,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return True
 
     def check(self) -> tuple[int, int]:
-        """Return the version of the toolkit; raises BuildError if the operators cannot be built or run."""
+        """Return the toolkit's version; raises BuildError if the operators cannot be built or run."""
         if torch.version.cuda is None:
             raise BuildError(
                 f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"
@@ -99,31 +99,31 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Return the module of a build that `find` finds, or of one that is compiled now into the cache.
+        """Import the build that `find` finds, or compile one into the cache; return its module.
 
         Raises BuildError if it cannot be built or loaded.
         """
-        known: dict[str, ModuleType] = get_private(deepspeed_builder.OpBuilder, "_loaded_ops")
-        if self.NAME not in known:
+        loaded_modules: dict[str, ModuleType] = get_private(deepspeed_builder.OpBuilder, "_loaded_ops")
+        if self.NAME not in loaded_modules:
             if not torch.cuda.is_available():
                 self.check()
                 raise BuildError("no CUDA device is visible, and CPU tensors always run the reference")
             torch.cuda.init()
             library = self.find()
             if library is None:
-                self._architectures = self._names()
+                self._architectures = self._architecture_names()
                 library, module = self.build_into(prebuilt.cache_folder(), verbose)
             else:
                 module = self._import(library)
             self.origin = str(library.parent)
-            known[self.NAME] = module
-        return known[self.NAME]
+            loaded_modules[self.NAME] = module
+        return loaded_modules[self.NAME]
 
     def build_into(self, folder: Path, verbose: bool = False, clean: bool = False) -> tuple[Path, ModuleType]:
         """Compile into a folder unless it has this build; return the library and its module.
 
-        It is for the architectures of this builder, by default for all that the toolkit supports; no GPU is needed. The
-        build is renamed into place, so that it is never seen incomplete. Raises BuildError if it cannot be built.
+        The architectures are those of this builder, by default all that the toolkit supports; no GPU is needed. The
+        build is renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
         """
         toolkit = self.check()
         self._architectures = self._architectures or all_architectures(toolkit)
@@ -132,22 +132,22 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         with prebuilt.build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)
-            library = build.library_in(folder)
+            library = build.find_in(folder)
             if library is not None:
                 return library, self._import(library)
-            with prebuilt.temporary_folder(folder) as room:
-                module = self._compile(verbose, room)
-                return build.place(room / f"{self.NAME}.so", folder), module
+            with prebuilt.temporary_folder(folder) as staging:
+                module = self._compile(verbose, Path(staging))
+                return build.install(Path(staging, f"{self.NAME}.so"), folder), module
 
     def find(self) -> Path | None:
         """Return the library of a build for these sources, Python and torch, or None.
 
-        It is for the architectures of this builder, or for the cards of this node once a CUDA context exists: creating
-        one here would break forked workers.
+        The architectures are those of this builder or, if a CUDA context exists, of the node's cards: creating a
+        context here would break forked workers.
         """
         cards = self._architectures
         if cards is None:
-            cards = self._names_of_cards() if torch.cuda.is_initialized() else []
+            cards = self._card_architectures() if torch.cuda.is_initialized() else []
         return prebuilt.find(self._sources_digest(), self._versions(), cards)
 
     def _sources_digest(self) -> str:
@@ -155,7 +155,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hashlib.sha256(content).hexdigest()[:12]
 
     def _versions(self) -> tuple[str, str, str]:
-        """Versions of torch and its CUDA, and of Python with the machine type."""
+        """Return the versions of torch, of its CUDA, and of Python with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
 
@@ -166,7 +166,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         except (OSError, ImportError) as error:
-            raise BuildError(f"{library}: {error}; remove its folder, or build it again with --clean") from error
+            raise BuildError(f"{library}: {error}; remove its folder, or rebuild it with --clean") from error
         return module
 
     def _compile(self, verbose: bool, folder: Path) -> ModuleType:
@@ -184,20 +184,20 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         except (RuntimeError, OSError, ImportError) as error:
             raise BuildError(f"compiling {self.NAME} in {folder} failed: {error}", unexpected=True) from error
 
-    def _standard(self) -> str:
+    def _cxx_standard(self) -> str:
         newer = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
         return "-std=c++20" if newer else "-std=c++17"
 
-    def _names(self) -> list[str]:
-        return self._names_of_cards(toolkit_version()) if self._architectures is None else self._architectures
+    def _architecture_names(self) -> list[str]:
+        return self._card_architectures(toolkit_version()) if self._architectures is None else self._architectures
 
-    def _names_of_cards(self, toolkit: tuple[int, int] | None = None) -> list[str]:
+    def _card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
         cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return sorted(check_capability(card, toolkit) if toolkit else architecture(card) for card in cards)
+        return sorted(check_capability(card, toolkit) if toolkit else architecture_name(card) for card in cards)
 
 
 def register() -> LoraOpBuilder:
-    """Add our builder to DeepSpeed's tables, so that its report and its accelerator know the operator."""
+    """Add our builder to DeepSpeed's tables, for its report and its accelerator."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -244,7 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="DeepSpeed's operators and ours")
     build = commands.add_parser("build", help="compile ahead of time")
     build.add_argument("--arch", nargs="+", metavar="9.0", help="only for cards of these compute capabilities")
-    build.add_argument("--into", type=Path, metavar="DIR", help=f"shared folder, to be named in {prebuilt.VARIABLE}")
+    build.add_argument(
+        "--into", type=Path, metavar="DIR", help=f"shared folder; runs find it through {prebuilt.VARIABLE}"
+    )
     build.add_argument("--clean", action="store_true", help="remove earlier builds first")
     build.add_argument("--verbose", action="store_true", help="show the compiler's output")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
-"""Definition of operators, and the autograd formula shared by those with LoRA for every storage format of the base.
+"""Definition of operators, and the autograd formula that the LoRA operators of all storage formats share.
 
-NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and what its base needs, and returns the outputs and h.
+NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and the frozen weights, and returns the outputs and h.
 NAME_backward takes the same arguments without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`.
 """
 
@@ -15,7 +15,7 @@ FROZEN = "weight.requires_grad=True: the fused operator has no gradient of the b
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {}
-"""The plain-torch code of every operator that also has kernels: for CPUs, and for GPUs without the kernels."""
+"""Plain-torch implementations of the operators that have kernels, for CPUs and for GPUs without the kernels."""
 
 
 def define(
@@ -24,9 +24,9 @@ def define(
     fake: Callable[..., Any] | None = None,
     devices: str | tuple[str, ...] = "cpu",
 ) -> Any:
-    """Define zerolora::NAME by the schema `NAME(...) -> ...` with its plain-torch code, and return it.
+    """Define zerolora::NAME by the schema `NAME(...) -> ...` with its plain-torch implementation, and return it.
 
-    `fake` computes the shapes of the results. Code for all `devices` is not in REFERENCE.
+    `fake` computes the shapes of the results. Only an implementation for CPUs alone enters REFERENCE.
     """
     name, _, signature = schema.partition("(")
     tags = (torch.Tag.pt2_compliant_tag,) if fake is not None else ()
@@ -39,7 +39,7 @@ def define(
     return getattr(torch.ops.zerolora, name).default
 
 
-def register(name: str) -> tuple[Any, Any]:
+def register_backward(name: str) -> tuple[Any, Any]:
     """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return the types of their arguments.
 
     Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
@@ -49,38 +49,41 @@ def register(name: str) -> tuple[Any, Any]:
     types: list[Any] = [namedtuple("Arguments", [each.name for each in schema.arguments]) for schema in schemas]
     forward, backward = types
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-        of = forward(*inputs)._asdict()
-        if of.get("h") is not None:
-            raise ValueError("h was given: only the whole forward, with h=None, has a derivative")
-        kept = {field: value for field, value in (of | {"h": output[1]}).items() if field in backward._fields}
-        ctx.lists = {field: len(value) for field, value in kept.items() if _is_list_of_tensors(value)}
-        ctx.single = [field for field, value in kept.items() if value is None or isinstance(value, Tensor)]
-        ctx.plain = {field: kept[field] for field in kept if field not in ctx.lists and field not in ctx.single}
-        in_lists = [tensor for field in ctx.lists for tensor in kept[field]]
-        ctx.save_for_backward(*(kept[field] for field in ctx.single), *in_lists)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+        arguments = forward(*inputs)._asdict()
+        if arguments.get("h") is not None:
+            raise ValueError("h: only the whole forward pass, without h, has a derivative")
+        saved_fields = {
+            field: value for field, value in (arguments | {"h": output[1]}).items() if field in backward._fields
+        }
+        ctx.lists = {field: len(value) for field, value in saved_fields.items() if _is_list_of_tensors(value)}
+        ctx.single = [field for field, value in saved_fields.items() if value is None or isinstance(value, Tensor)]
+        ctx.plain = {
+            field: saved_fields[field] for field in saved_fields if field not in ctx.lists and field not in ctx.single
+        }
+        in_lists = [tensor for field in ctx.lists for tensor in saved_fields[field]]
+        ctx.save_for_backward(*(saved_fields[field] for field in ctx.single), *in_lists)
 
     def derivative(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
-        kept = ctx.plain | {field: next(saved) for field in ctx.single}
-        kept |= {field: [next(saved) for _ in range(length)] for field, length in ctx.lists.items()}
+        saved_fields = ctx.plain | {field: next(saved) for field in ctx.single}
+        saved_fields |= {field: [next(saved) for _ in range(length)] for field, length in ctx.lists.items()}
         need: Any = forward(*ctx.needs_input_grad)
         if any(any(getattr(need, field)) for field in ctx.lists if field not in ("downs", "ups")):
             raise ValueError(FROZEN)
         needs = {"need_x": need.x, "need_down": any(need.downs), "need_up": any(need.ups)}
-        result = operator(*backward(**kept, **needs, grads=grads))
+        grad_x, grad_downs, grad_ups = operator(*backward(**saved_fields, **needs, grads=grads))
         none = dict.fromkeys(forward._fields)
-        found = none | {field: [None] * length for field, length in ctx.lists.items()}
+        results = none | {field: [None] * length for field, length in ctx.lists.items()}
         # None where autograd needs no gradient; lists keep the structure of the inputs.
-        grad_x, grad_downs, grad_ups = result
-        found |= {"x": grad_x if need.x else None, "biases": []}
-        found |= {"downs": grad_downs or found["downs"], "ups": grad_ups or found["ups"]}
+        results |= {"x": grad_x if need.x else None, "biases": []}
+        results |= {"downs": grad_downs or results["downs"], "ups": grad_ups or results["ups"]}
         if need.biases:
             pairs = zip(grads, need.biases, strict=True)
-            found["biases"] = [g.reshape(-1, g.shape[-1]).sum(0) if needed else None for g, needed in pairs]
-        return tuple(found.values())
+            results["biases"] = [g.reshape(-1, g.shape[-1]).sum(0) if needed else None for g, needed in pairs]
+        return tuple(results.values())
 
-    torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=keep)
+    torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=save)
     torch.library.register_autograd(f"zerolora::{name}_backward", refuse_second_derivative)
     return forward, backward
 

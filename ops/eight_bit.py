@@ -1,14 +1,14 @@
 """LoRA operators on an 8-bit base: frozen products of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] holds e4m3 (FP8, stored as uint8, so that
-nothing converts it as if it were a float) or int8, v[O] one scale per row: W = v W_q. x is quantised per token.
+no cast converts it as a float) or int8, v[O] one scale per row: W = v W_q. x is quantized per token.
 
-    forward   y  = t (x_q W_q^T) v + h B^T + bias         (x_q, t)  = quantised rows of x
-    backward  dX = u (g_q W_q) + m*(dh A)                 (g_q, u)  = quantised rows of v dY
+    forward   y  = t (x_q W_q^T) v + h B^T + bias         (x_q, t)  = quantized rows of x
+    backward  dX = u (g_q W_q) + m*(dh A)                 (g_q, u)  = quantized rows of v dY
 
-In dX the scale v runs along the summed dimension, so it is multiplied into dY before quantisation. The projections of a
-group share u and one product over all their outputs. h, dh, dA and dB are computed as in ops/lora.py, from unquantised
-x and dY. The same tensors are saved for the backward as in ops/lora.py; x_q is freed when the call returns.
+In dX the scale v varies along the summed dimension, so it is multiplied into dY before quantization. The projections of
+a group share u and one product over all their outputs. h, dh, dA and dB are computed from unquantized x and dY, and the
+same tensors are saved for the backward, as in ops/lora.py; x_q is freed when the call returns.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from ops import derivative, lora, reference
 from ops.scaled import check_weights
 
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
-"""Storage type of each kind."""
+"""Storage type of each kind of 8-bit weight."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EightBitWeight:
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch `quantize_rows` of the parts [T, O_i] concatenated, each times its factors [O_i] if given."""
+    """Plain-torch `quantize_rows` of the concatenated parts [T, O_i], each times its factors [O_i] if given."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]
@@ -139,7 +139,7 @@ _GROUP = lora.Group(
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Quantise values[N,K] by the largest magnitude of each row: (W_q[N,K], scale[N]); `kind` is fp8 or int8.
+    """Quantize values[N,K] by the largest magnitude of each row: (W_q[N,K], scale[N]); `kind` is fp8 or int8.
 
     scale = max(largest / 448, 2^-100) for fp8 (e4m3), / 127 for int8; a NaN makes the scale of its row NaN.
     """
@@ -164,7 +164,7 @@ def eight_bit_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for 8-bit weights; the result has the type of x.
 
-    Raises ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
+    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or of different kinds.
     """
     stored = [weight.values for weight in weights], [weight.row_scale for weight in weights]
     return _GROUP(x, stored, [len(values) for values in stored[0]], biases, downs, ups, scales, dropout)

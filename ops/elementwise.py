@@ -1,8 +1,8 @@
 """RMSNorm, SiLU or GELU times another matrix, and rotary embedding, with recomputation of cheap results.
 
 A norm with a frozen weight skips the weight's gradient, a sum over all tokens. A result that costs one pass over memory
-(the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` saves a
-function that recomputes it from inputs that are saved anyway.
+(the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` replaces it
+by a function that recomputes it from inputs that are saved anyway.
 
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
@@ -21,7 +21,7 @@ from ops.derivative import define, refuse_second_derivative
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Compute y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, in fp32.
 
-    x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before it is
+    x [..., D], weight [D] of the same type. With offset 0 the normalized value is rounded to the type of x before it is
     multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. Zhang and Sennrich 2019,
     https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not fit, and in the backward pass
     for a weight that requires a gradient.
@@ -33,7 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the product.
 
-    gate and up of one shape and type. Shazeer 2020, https://arxiv.org/abs/2002.05202. Raises ValueError otherwise.
+    gate and up have the same shape and type; otherwise raises ValueError. Shazeer 2020,
+    https://arxiv.org/abs/2002.05202.
     """
     h: Tensor = _SILU_MUL(gate, up)
     return h
@@ -42,7 +43,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before the product.
 
-    gate and up of one shape and type; the same paper. Raises ValueError otherwise.
+    gate and up have the same shape and type; see the same paper. Raises ValueError otherwise.
     """
     h: Tensor = _GELU_MUL(gate, up)
     return h
@@ -61,9 +62,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 @contextmanager
 def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """Save `recompute` in place of `result` for every backward that would save `result` within the context.
+    """Save `recompute` instead of `result` in every operation within the context that saves `result` for its backward.
 
-    `recompute()` must return the same values, in any shape of as many elements, from tensors that are saved anyway.
+    `recompute()` must return the same values, in any shape with as many elements, from tensors that are saved anyway.
     """
     address, elements, dtype = result.untyped_storage()._cdata, result.numel(), result.dtype
 
@@ -85,34 +86,34 @@ def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[Non
         yield
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    wide = _wide(x)
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x_wide = _upcast(x)
+    normal = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     if offset == 0.0:
         return normal.to(x.dtype) * weight
-    return (normal * (offset + _wide(weight))).to(x.dtype)
+    return (normal * (offset + _upcast(weight))).to(x.dtype)
 
 
 def reference_rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Plain-torch `rms_norm_forward`: y [..., D] and rstd [T]."""
     _check_norm(x, weight)
-    rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps).reshape(-1)
+    rstd = torch.rsqrt(_upcast(x).square().mean(-1) + eps).reshape(-1)
     return plain_rms_norm(x, weight, eps, offset).contiguous(), rstd
 
 
 def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
     """Compute dx = rstd (g - n mean(g n)) with g = grad (offset + w), n = x rstd."""
     rstd = rstd.view(*x.shape[:-1], 1)
-    normal, g = _wide(x) * rstd, _wide(grad) * (offset + _wide(weight))
+    normal, g = _upcast(x) * rstd, _upcast(grad) * (offset + _upcast(weight))
     return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
 
 
 def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    _check_alike(gate=gate, up=up)
+    _check_match(gate=gate, up=up)
     return (activation(gate) * up).contiguous()
 
 
@@ -120,31 +121,31 @@ def _gated_backward(
     activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up; the activation is rounded before the product with `grad`."""
-    (grad, gate, up), dtype = map(_wide, tensors), tensors[1].dtype
-    rounded = _wide(activation(gate).to(dtype))
+    (grad, gate, up), dtype = map(_upcast, tensors), tensors[1].dtype
+    rounded = _upcast(activation(gate).to(dtype))
     return derive(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Apply `rope`, or its transpose, which for the usual angles rotates by their negatives."""
+    """Apply `rope` or its transpose, which for the usual angles rotates backward."""
     _check_rope(q, k, cos, sin)
     R, half = cos.shape[-1], cos.shape[-1] // 2
-    wide_cos, wide_sin = _wide(cos)[:, None], _wide(sin)[:, None]
+    wide_cos, wide_sin = _upcast(cos)[:, None], _upcast(sin)[:, None]
     if transposed:
         wide_sin = -torch.cat([wide_sin[..., half:], wide_sin[..., :half]], dim=-1)
     results = []
     for x in (q, k):
-        turned = _wide(x[..., :R])
-        crossed = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
-        out = _like_projection(x)
-        out[..., :R] = (turned * wide_cos + crossed * wide_sin).to(x.dtype)
+        x_rotary = _upcast(x[..., :R])
+        swapped = torch.cat([-x_rotary[..., half:], x_rotary[..., :half]], dim=-1)
+        out = _empty_heads(x)
+        out[..., :R] = (x_rotary * wide_cos + swapped * wide_sin).to(x.dtype)
         out[..., R:] = x[..., R:]
         results.append(out)
     return results[0], results[1]
 
 
-def _like_projection(x: Tensor) -> Tensor:
-    """Return an uninitialised [B, H, T, D] tensor stored as [B, T, H, D]."""
+def _empty_heads(x: Tensor) -> Tensor:
+    """Allocate [B, H, T, D] stored as [B, T, H, D]."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -152,21 +153,21 @@ def _like_projection(x: Tensor) -> Tensor:
 def _check_norm(x: Tensor, weight: Tensor) -> None:
     if weight.dim() != 1 or x.dim() < 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [D] and [..., D]")
-    _check_alike(same_shape=False, x=x, weight=weight)
+    _check_match(same_shape=False, x=x, weight=weight)
 
 
 def _check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check_alike(same_shape=False, q=q, k=k, cos=cos, sin=sin)
+    _check_match(same_shape=False, q=q, k=k, cos=cos, sin=sin)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(f"{shapes}: expected q and k as [B, heads, T, D] of one B, T and D")
+        raise ValueError(f"{shapes}: expected q and k as [B, heads, T, D] with equal B, T and D")
     if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != q.shape[2] or cos.shape[0] not in (1, q.shape[0]):
         raise ValueError(f"{shapes}: expected cos and sin as [B or 1, T, R]")
     if cos.shape[2] % 2 or q.shape[3] % 2 or cos.shape[2] > q.shape[3]:
-        raise ValueError(f"{shapes}: rotary width and D must be even, and D at least the rotary width")
+        raise ValueError(f"{shapes}: rotary width and D must be even, and D at least as large")
 
 
-def _check_alike(same_shape: bool = True, **tensors: Tensor) -> None:
+def _check_match(same_shape: bool = True, **tensors: Tensor) -> None:
     (name, first), *others = tensors.items()
     for other, tensor in others:
         if tensor.dtype != first.dtype or tensor.device != first.device:
@@ -186,11 +187,11 @@ def _fake_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Te
 
 def _fake_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     _check_rope(q, k, cos, sin)
-    return _like_projection(q), _like_projection(k)
+    return _empty_heads(q), _empty_heads(k)
 
 
 def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
-    _check_alike(gate=gate, up=up)
+    _check_match(gate=gate, up=up)
     return gate.new_empty(gate.shape)
 
 
@@ -227,14 +228,14 @@ define(
 )  # fmt: skip
 
 
-# Derivatives for devices other than CUDA, where ops/csrc/elementwise/elementwise.cpp registers its own.
-def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+# Derivatives for devices other than CUDA, for which ops/csrc/elementwise/elementwise.cpp registers its own.
+def _save_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _derive_norm(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _norm_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
         raise ValueError("weight.requires_grad=True: the operator has no gradient of the weight")
     return torch.ops.zerolora.rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset), None, None, None
@@ -244,19 +245,19 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[-2:])  # gate and up, or cos and sin
 
 
-def _register(name: str) -> None:
-    """Register zerolora::NAME_backward as the gradient of zerolora::NAME; it takes the last two inputs."""
+def _register_backward(name: str) -> None:
+    """Register zerolora::NAME_backward, which needs the last two inputs, as the gradient of zerolora::NAME."""
     backward = getattr(torch.ops.zerolora, f"{name}_backward")
 
     def derive(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward(*grads, *ctx.saved_tensors)
-        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+        grads_in = backward(*grads, *ctx.saved_tensors)
+        return *grads_in, *[None] * (len(ctx.needs_input_grad) - len(grads_in))
 
     torch.library.register_autograd(f"zerolora::{name}", derive, setup_context=_save_inputs)
 
 
-torch.library.register_autograd("zerolora::rms_norm_forward", _derive_norm, setup_context=_save_norm)
+torch.library.register_autograd("zerolora::rms_norm_forward", _norm_backward, setup_context=_save_for_norm)
 for _name in ("silu_mul", "gelu_mul", "rope"):
-    _register(_name)
+    _register_backward(_name)
 for _name in ("rms_norm_backward", "silu_mul_backward", "gelu_mul_backward", "rope_backward"):
     torch.library.register_autograd(f"zerolora::{_name}", refuse_second_derivative)

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ops import derivative, experts_plain, lora
+from ops.seeds import draw_seed
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit", "int4", "fp4"]
-# gate_up and down: what `ExpertMatrix.tensors` holds; shape: E, I, H, block, nested block; form: the two storages, the
-# activation, "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
+# gate_up and down: `ExpertMatrix.tensors`; shape: E, I, H, block, nested block; form: the two storages, the activation,
+# "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
 _WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_factors, Tensor[] down_factors"
 _FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
 
@@ -39,9 +40,9 @@ class ExpertMatrix:
 
     plain       (weight[E,rows,cols],)
     transposed  (weight[E,cols,rows],), as gpt-oss stores it in 16 bits
-    nf4         (packed, absmax[E,b], code[16]) or with double quantisation (packed, absmax[E,b] uint8, code[16],
+    nf4         (packed, absmax[E,b], code[16]) or with double quantization (packed, absmax[E,b] uint8, code[16],
                 nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; each
-                expert is quantised separately: b = rows cols / block, c = ceil(b / nested_block)
+                expert is quantized separately: b = rows cols / block, c = ceil(b / nested_block)
     mxfp4       (blocks[E,rows,cols/32,16], scales[E,rows,cols/32]), both uint8
     eight_bit   (values[E,rows,cols] uint8 (e4m3) or int8, scales[E,b,c] float32): a scale per row (b = rows,
                 c = 1, block 0) or per block: b = ceil(rows / block), c = ceil(cols / nested_block)
@@ -56,8 +57,8 @@ class ExpertMatrix:
     block: int = 0
     nested_block: int = 0
     source: Tensor | None = None
-    """The buffer that all of `tensors` are views of, if ZeRO-3 may free it after the forward and gather it again for
-    the backward: then the buffer is what is saved for the backward.
+    """Buffer that all of `tensors` are views of. It is saved for the backward instead of them, because ZeRO-3 may free
+    it after the forward and gather it again.
     """
 
     @staticmethod
@@ -72,7 +73,7 @@ class ExpertMatrix:
     def nf4(
         packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
     ) -> "ExpertMatrix":
-        """Wrap bitsandbytes NF4 weights of consecutive experts; ValueError if a block would cross experts."""
+        """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
@@ -104,7 +105,7 @@ class ExpertMatrix:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The frozen part: gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H] (both or none).
+    """Frozen weights: gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H] (both or none).
 
     interleaved: rows of gate_up are gate, up, gate, up, ... (gpt-oss) instead of all gates first. alpha and limit are
     parameters of the activation `clamped`.
@@ -122,7 +123,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """The LoRA factors, both None for a matrix without an adapter. Rows of B_gu are in the order of gate_up's rows."""
+    """LoRA factors; both are None for a matrix without an adapter. B_gu has its rows in the order of gate_up's."""
 
     gate_up_down: Tensor | None = None  # A_gu [E, R, H]
     gate_up_up: Tensor | None = None  # B_gu [E, 2I, R]
@@ -140,17 +141,17 @@ def experts_mlp(
     weights: ExpertWeights,
     adapter: ExpertAdapter | None = None,
 ) -> Tensor:
-    """Return y[T,H], the weighted sum of the experts' outputs; the formulas are at the top of this file.
+    """Return y[T,H], the weighted sum of the experts' outputs (formulas: the module's docstring).
 
     hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (other values contribute nothing), top_k_weights [T,K].
     Differentiable in hidden, top_k_weights and the adapter's factors.
-    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError for mismatched shapes, types or devices, and for an unsupported rank or dropout.
     """
     adapter = adapter or ExpertAdapter()
     gate_up, down = weights.gate_up, weights.down
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     if len(biases) == 1:
-        raise ValueError("bias of only one of gate_up and down: pass both, or none")
+        raise ValueError("gate_up_bias and down_bias: only one is given; pass both, or neither")
     shape = [gate_up.experts, down.cols, gate_up.cols, gate_up.block, gate_up.nested_block]
     if (gate_up.rows, down.rows, down.experts) != (2 * down.cols, gate_up.cols, gate_up.experts):
         raise ValueError(
@@ -159,7 +160,7 @@ def experts_mlp(
         )
     packed = {"nf4", "eight_bit"} & {gate_up.storage, down.storage}
     if packed and (gate_up.block, gate_up.nested_block) != (down.block, down.nested_block):
-        raise ValueError("gate_up and down quantised with different block sizes: use one size")
+        raise ValueError("gate_up and down are quantized with different block sizes: use one size")
     form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
     numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
     y: Tensor = _FORWARD(
@@ -169,45 +170,41 @@ def experts_mlp(
         gate_up.tensors,
         down.tensors,
         biases,
-        _pair(adapter.gate_up_down, adapter.gate_up_up),
-        _pair(adapter.down_down, adapter.down_up),
+        _check_pair(adapter.gate_up_down, adapter.gate_up_up),
+        _check_pair(adapter.down_down, adapter.down_up),
         shape,
         form,
         numbers,
-        _draw_seeds(hidden, adapter.dropout),
+        draw_seed(hidden, adapter.dropout, 2),
         gate_up.source,
         down.source,
     )[0]
     return y
 
 
-def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
+def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     if down is None or up is None:
         if down is not up:
-            raise ValueError("only one factor of an adapter: pass A and B, or neither")
+            raise ValueError("adapter of the experts: only one factor is given; pass A and B, or neither")
         return []
     return [down, up]
 
 
-def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
-    return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
-
-
 def padded_rank(rank: int) -> int:
-    """Round a rank up to the number of columns it takes in h: the kernels multiply 16 ranks at a time."""
+    """Return the number of columns of h for a rank: the kernels multiply 16 ranks at a time."""
     return (rank + 15) // 16 * 16
 
 
 def check(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> None:
-    """Raise ValueError, with the values and the fix, unless the inputs fit together."""
+    """Raise ValueError unless the inputs fit together."""
     E, inner, H = shape[:3]
     if x.dim() != 2 or x.shape[1] != H:
         raise ValueError(f"hidden {tuple(x.shape)} for experts of width {H}: expected [T, {H}]")
     if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
-        found = f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
-        raise ValueError(f"{found} for hidden {tuple(x.shape)}: expected [T, K] twice")
+        shapes = f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
+        raise ValueError(f"{shapes} for hidden {tuple(x.shape)}: expected both as [T, K]")
     if not 0.0 <= numbers[2] < 1.0:
         raise ValueError(f"dropout={numbers[2]}: must lie in [0, 1)")
     if numbers[2] > 0.0 and seed is None:
@@ -231,7 +228,7 @@ def check(  # type: ignore[no-untyped-def]
             raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
 
 
-def _rank(factors: Sequence[Tensor]) -> int:
+def _h_columns(factors: Sequence[Tensor]) -> int:
     return padded_rank(factors[0].shape[1]) if factors else 0
 
 
@@ -243,8 +240,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return (
         x.new_empty(x.shape),
         x.new_empty((N, 2 * shape[1])),
-        x.new_empty((N, _rank(gate_up_factors))),
-        x.new_empty((N, _rank(down_factors))),
+        x.new_empty((N, _h_columns(gate_up_factors))),
+        x.new_empty((N, _h_columns(down_factors))),
         x.new_empty(N, dtype=torch.int32),
         x.new_empty(shape[0], dtype=torch.int32),
     )
@@ -258,20 +255,17 @@ def _fake_backward(  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape if need_x else 0), weights.new_empty(weights.shape if need_weights else 0), *like
 
 
-def _reference_forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
-):
-    check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
-    return experts_plain.forward(
-        x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
-    )
+def _reference_forward(x, index, weights, gate_up, down, biases, *adapters_and_form):  # type: ignore[no-untyped-def]
+    *options, _, _ = adapters_and_form  # without the sources
+    check(x, index, weights, *options)
+    return experts_plain.forward(x, index, weights, gate_up, down, biases, *options)
 
 
-class _Views:
-    """Tensors stored as views of a buffer, which may have moved when they are rebuilt."""
+class _BufferViews:
+    """Views of a buffer, which can be rebuilt after the buffer has moved."""
 
     def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
-        self.kept = list(tensors) if source is None else [source]
+        self.saved = list(tensors) if source is None else [source]
         self._views: list[tuple[int, torch.dtype, torch.Size]] | None = None
         if source is not None:
             origin = source.storage_offset() * source.element_size()
@@ -279,12 +273,12 @@ class _Views:
                 (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
             ]
 
-    def rebuild(self, kept: Sequence[Tensor]) -> list[Tensor]:
+    def rebuild(self, saved: Sequence[Tensor]) -> list[Tensor]:
         if self._views is None:
-            return list(kept)
-        found = kept[0].detach().view(torch.uint8)
+            return list(saved)
+        buffer = saved[0].detach().view(torch.uint8)
         return [
-            found.narrow(0, begin, shape.numel() * dtype.itemsize).view(dtype).view(shape)
+            buffer.narrow(0, begin, shape.numel() * dtype.itemsize).view(dtype).view(shape)
             for begin, dtype, shape in self._views
         ]
 
@@ -293,8 +287,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x, _, weights, gate_up, down, biases, gate_up_factors, down_factors, *rest = inputs
     ctx.shape, ctx.form, ctx.numbers, seed, *sources = rest
     ctx.input_lengths = [len(tensors) for tensors in (gate_up, down, biases, gate_up_factors, down_factors)]
-    ctx.views = [_Views(tensors, source) for tensors, source in zip((gate_up, down), sources, strict=True)]
-    lists = *(views.kept for views in ctx.views), biases, gate_up_factors, down_factors
+    ctx.views = [_BufferViews(tensors, source) for tensors, source in zip((gate_up, down), sources, strict=True)]
+    lists = *(views.saved for views in ctx.views), biases, gate_up_factors, down_factors
     ctx.lengths = [len(tensors) for tensors in lists]
     ctx.save_for_backward(x, weights, seed, *output[1:], *(tensor for tensors in lists for tensor in tensors))
     ctx.mark_non_differentiable(*output[1:])
@@ -306,21 +300,21 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, *nothing, *others
     x, weights, seed, *rest = ctx.saved_tensors
-    kept, rest, lists = rest[:5], rest[5:], []
+    results, rest, lists = rest[:5], rest[5:], []
     for length in ctx.lengths:
         lists.append(rest[:length])
         rest = rest[length:]
     lists[:2] = [views.rebuild(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
-        raise ValueError("gate_up, down or a bias requires a gradient: the operator has no gradient of frozen weights")
+        raise ValueError("gate_up, down or a bias requires a gradient: they must be frozen")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
-        grad, x, weights, *lists, *kept, ctx.shape, ctx.form, ctx.numbers, seed, *flags
+        grad, x, weights, *lists, *results, ctx.shape, ctx.form, ctx.numbers, seed, *flags
     )
-    grads = [got or none for got, none in zip(factors, nothing[3:], strict=True)]
-    results = grad_x if need[0] else None, None, grad_weights if need[2] else None
-    return *results, *nothing[:3], *grads, *others
+    factor_grads = [pair or none for pair, none in zip(factors, nothing[3:], strict=True)]
+    inputs = grad_x if need[0] else None, None, grad_weights if need[2] else None
+    return *inputs, *nothing[:3], *factor_grads, *others
 
 
 _FORWARD = derivative.define(

@@ -1,8 +1,8 @@
 """The experts' operator on CUDA cards: our kernels around torch's grouped products.
 
-Symbols and formulas: ops/experts.py. The host never waits where torch's grouped product has a kernel (bf16 on 9.0 and
-10.0) or is not used (fp16 on Hopper); elsewhere torch multiplies expert by expert and reads the counts from the device.
-So does the plain torch path: 32 bits, widths that are not multiples of 8, cards before Ampere.
+Symbols and formulas: ops/experts.py. The host never waits if torch's grouped product has a kernel (bf16 on 9.0 and
+10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert and reads the counts from the device.
+So does the plain torch path, for 32 bits, widths that are not multiples of 8 and cards before Ampere.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ops import experts_plain
 
 MAX_EXPERTS = 1024
 MAX_FUSED = 32
-_KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 _ROWS = "Tensor order, Tensor ends, Tensor tiles"
 _DROPOUT = "float dropout, Tensor? seed"
 _GATE = (
@@ -40,7 +40,8 @@ for _schema in (
 ):
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
-OWN_PRODUCTS = True  # with an adapter, on Hopper; without one torch's are as fast
+USE_PRODUCT_KERNEL = True
+"""Whether Hopper multiplies by our kernel with an adapter; without one torch's product is as fast."""
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -52,7 +53,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight as [E, rows, cols]; dequantised memory is freed after use and reused by the next call."""
+    """Return the weight as [E, rows, cols]; a dequantized one is freed after its product."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
@@ -64,14 +65,14 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
     return dense
 
 
-def _factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _pad_factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return A[E,R,D] and B[E,O,R] in the type of x, R padded with zeros to a multiple of 16."""
     if not factors:
         return None, None
     down, up = (factor.to(dtype) for factor in factors)
-    missing = -down.shape[1] % 16
-    if missing:
-        down, up = torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
+    padding = -down.shape[1] % 16
+    if padding:
+        down, up = torch.nn.functional.pad(down, (0, 0, 0, padding)), torch.nn.functional.pad(up, (0, padding))
     return down.contiguous(), up.contiguous()
 
 
@@ -80,8 +81,8 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
     return None if factor is None else factor.transpose(1, 2).contiguous()
 
 
-def _fused(p: Tensor | None) -> Tensor | None:
-    """Return P if its rank is low enough to project in the previous kernel: every rank costs registers."""
+def _fusable(p: Tensor | None) -> Tensor | None:
+    """Return P if its rank is low enough to fuse the projection into the previous kernel: ranks need registers."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
@@ -93,14 +94,14 @@ class _Call:
         self.s_gu, self.s_d, self.p, alpha, limit = numbers
         self.seeds = (None, None) if self.p == 0.0 else (seed[:1], seed[1:])
         self.form, self.dtype = form, x.dtype
-        self.a_gu, self.b_gu = _factors(gate_up_factors, x.dtype)
-        self.a_d, self.b_d = _factors(down_factors, x.dtype)
+        self.a_gu, self.b_gu = _pad_factors(gate_up_factors, x.dtype)
+        self.a_d, self.b_d = _pad_factors(down_factors, x.dtype)
         self.bias_gu: Tensor | None = biases[0].to(x.dtype).contiguous() if biases else None
         self.bias_d: Tensor | None = biases[1].to(x.dtype).contiguous() if biases else None
         self.place, tiles, self.pairs = _ops.expert_plan(order, ends)
         self.rows = order, ends, tiles
-        self.ends, self.own = ends, OWN_PRODUCTS and torch.cuda.get_device_capability(x.device) == (9, 0)
-        self.gate = _KINDS.index(form[2]), form[3] == "interleaved", alpha, limit
+        self.ends, self.use_kernel = ends, USE_PRODUCT_KERNEL and torch.cuda.get_device_capability(x.device) == (9, 0)
+        self.gate = _ACTIVATIONS.index(form[2]), form[3] == "interleaved", alpha, limit
 
     def gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
         return dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
@@ -109,9 +110,9 @@ class _Call:
         return dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
     def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
-        """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], by each row's expert; weight and q may be views."""
+        """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R] of each row's expert; weight and q may be views."""
         by_column = weight.stride(1) == 1
-        if self.own and (h is not None or rows.dtype != torch.bfloat16):
+        if self.use_kernel and (h is not None or rows.dtype != torch.bfloat16):
             w = weight.transpose(1, 2) if by_column else weight
             if q is not None:
                 q = (q if by_column else q.transpose(1, 2)).contiguous()
@@ -126,6 +127,7 @@ class _Call:
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ) -> tuple[Tensor, ...]:
+    """Compute `experts_forward`, by plain torch where the kernels do not support the inputs."""
     if not is_supported(x, shape) or index.numel() == 0:
         return experts_plain.forward(
             x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
@@ -136,7 +138,7 @@ def forward(  # type: ignore[no-untyped-def]
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
     u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
     del rows
-    p = _fused(call.a_d)
+    p = _fusable(call.a_d)
     rank = p, call.s_d, call.p, call.seeds[1]
     act, h_d = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate, *rank)
     if call.a_d is not None and p is None:
@@ -160,49 +162,49 @@ def backward(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     K, grad, x = weights.shape[1], grad.contiguous(), x.contiguous()
     call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
-    kept = 1.0 / (1.0 - call.p)  # the mask's factor is in dh, not in keep * (dh A) or the gradient of A
+    keep_scale = 1.0 / (1.0 - call.p)  # the mask's factor goes into dh, not into keep * (dh A) or the gradient of A
     flat = weights.float().contiguous().view(-1)
     w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
     p_d = _swap_dims(call.b_d)
-    dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * kept, True, 0.0, None)
+    dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * keep_scale, True, 0.0, None)
     g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
         # Gradients per token take 1/8 of the memory of those per row and fit the L2 cache.
-        grad_b = _gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
+        grad_b = _factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
     p_gu = _swap_dims(call.b_gu)
     act, du, dw, dh_gu = _ops.expert_gate_backward(
         g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _swap_dims(call.a_d), flat, *call.rows,
-        *call.gate, _fused(p_gu), call.s_gu * kept, call.p, call.seeds[1]
+        *call.gate, _fusable(p_gu), call.s_gu * keep_scale, call.p, call.seeds[1]
     )  # fmt: skip
     del g
     if down_factors and need_factors:
-        grads_d = [_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
+        grads_d = [_factor_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
     del act
     if call.bias_d is not None and need_weights:
         dw = dw + _bias_term(grad, call.bias_d, order, ends, K)
-    if p_gu is not None and _fused(p_gu) is None:
-        dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * kept, False, 0.0, None)
+    if p_gu is not None and _fusable(p_gu) is None:
+        dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * keep_scale, False, 0.0, None)
     grads_gu: list[Tensor] = []
     if gate_up_factors and need_factors:
         grads_gu = [
-            _gradient(x, dh_gu, call, K, gate_up_factors[0], False, call.seeds[0]),
-            _gradient(du, h_gu, call, 0, gate_up_factors[1], True, None),
+            _factor_gradient(x, dh_gu, call, K, gate_up_factors[0], False, call.seeds[0]),
+            _factor_gradient(du, h_gu, call, 0, gate_up_factors[1], True, None),
         ]
     grad_x = x.new_empty(0)
     if need_x:
-        inside = call.a_gu is not None and call.p == 0.0  # a mask would come between the two products
-        q = call.a_gu.transpose(1, 2) if call.a_gu is not None and inside else None
-        dx = call.product(du, call.gate_up(gate_up), dh_gu if inside else None, q)
-        if call.a_gu is not None and not inside:
+        fuse = call.a_gu is not None and call.p == 0.0  # a mask applies between the two products
+        q = call.a_gu.transpose(1, 2) if call.a_gu is not None and fuse else None
+        dx = call.product(du, call.gate_up(gate_up), dh_gu if fuse else None, q)
+        if call.a_gu is not None and not fuse:
             _ops.expert_expand_(dx, dh_gu, _swap_dims(call.a_gu), None, *call.rows, call.p, call.seeds[0])
         grad_x = _ops.expert_combine(dx, call.place, ends, None, K)
     grad_weights = dw.view(weights.shape).to(weights.dtype) if need_weights else weights.new_empty(0)
     return grad_x, grad_weights, grads_gu, grads_d
 
 
-def _gradient(
+def _factor_gradient(
     z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
 ) -> Tensor:
     """Return the gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
@@ -213,7 +215,7 @@ def _gradient(
 
 
 def _bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
-    """Return dy.bias of every pair: computes all token-expert products and takes K per token."""
+    """Return dy.bias of every pair, selected from the products of all tokens with all experts."""
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert
     wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))

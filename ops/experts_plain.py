@@ -35,13 +35,13 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
             raise ValueError(f"experts are {weight.dtype}, hidden is {dtype}: convert one of them")
     if tuple(weight.shape) != (E, rows, cols):
         raise ValueError(
-            f"experts {tuple(weight.shape)} where [{E}, {rows}, {cols}] is expected; under ZeRO-3 gather them first"
+            f"experts {tuple(weight.shape)}: expected [{E}, {rows}, {cols}]; under ZeRO-3 gather them first"
         )
     return weight
 
 
 def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
-    """Raise ValueError unless `packed` has the bytes of all experts."""
+    """Raise ValueError unless `packed` has enough bytes for all experts."""
     size = packed.numel() * packed.element_size()
     if size * 2 < E * rows * cols:
         raise ValueError(
@@ -62,13 +62,13 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, counts.cumsum(0).to(torch.int32)
 
 
-def split(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Split u[N, 2I] into gate and up."""
     half = u.shape[-1] // 2
     return (u[..., ::2], u[..., 1::2]) if interleaved else (u[..., :half], u[..., half:])
 
 
-def join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+def join_gate_up(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     return torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
 
 
@@ -77,8 +77,8 @@ class _Rows:
         self.e, self.span, self.pairs, self.tokens = e, slice(begin, end), pairs, pairs // K
 
 
-def _each(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
-    """Return the experts that have rows. Copies the counts to the host."""
+def _rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
+    """Return the rows of each expert that has any; copies the counts to the host."""
     rows, begin = [], 0
     for e, end in enumerate(ends.tolist()):
         if end > begin:
@@ -87,7 +87,7 @@ def _each(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
     return rows
 
 
-def _masks(N: int, shape: Sequence[int], p: float, seed: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
+def _draw_masks(N: int, shape: Sequence[int], p: float, seed: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
     if p == 0.0 or seed is None:
         return [None, None]
     return [reference.dropout_mask(seed[i : i + 1], N, shape[2 - i], p, dtype) for i in range(2)]
@@ -97,8 +97,8 @@ def _masked(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
     return x if mask is None else x * mask[rows.pairs]
 
 
-def _rank(h: Tensor, rank: int) -> Tensor:
-    """Pad h to `experts.padded_rank` columns, as the kernels do."""
+def _pad_rank(h: Tensor, rank: int) -> Tensor:
+    """Pad h to the kernels' number of columns (`experts.padded_rank`)."""
     return torch.nn.functional.pad(h, (0, (rank + 15) // 16 * 16 - rank))
 
 
@@ -112,17 +112,18 @@ def forward(  # type: ignore[no-untyped-def]
     down = dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
     order, ends = sort_rows(index, E)
     u0 = x.new_zeros((N, 2 * inner))
-    h_gu, h_d = (_rank(x.new_zeros((N, f[0].shape[1] if f else 0)), f[0].shape[1] if f else 0)
+    h_gu, h_d = (_pad_rank(x.new_zeros((N, f[0].shape[1] if f else 0)), f[0].shape[1] if f else 0)
                  for f in (gate_up_factors, down_factors))  # fmt: skip
-    masks = _masks(N, shape, p, seed, x.dtype)
+    masks = _draw_masks(N, shape, p, seed, x.dtype)
     out = x.new_zeros((N, H))  # in the order of the pairs
-    for rows in _each(order, ends, K):
+    for rows in _rows_by_expert(order, ends, K):
         x_e = x[rows.tokens]
         u0[rows.span] = x_e @ gate_up[rows.e].t()
         if gate_up_factors:
             a_RH = gate_up_factors[0][rows.e].to(x.dtype)
             h_gu[rows.span, : a_RH.shape[0]] = s_gu * (_masked(x_e, masks[0], rows) @ a_RH.t())
-        act = _activation(u0, h_gu, biases, gate_up_factors, rows, form, alpha, limit)
+        gate, up = _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
+        act = reference.activate(gate, up, form[2], alpha, limit)
         o = act @ down[rows.e].t()
         if down_factors:
             a_RI, b_HR = (factor[rows.e].to(x.dtype) for factor in down_factors)
@@ -141,12 +142,7 @@ def _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form):  # type: ignore
     if gate_up_factors:
         b_UR = gate_up_factors[1][rows.e].to(u.dtype)
         u = u + h_gu[rows.span, : b_UR.shape[1]] @ b_UR.t()
-    return split(u, form[3] == "interleaved")
-
-
-def _activation(u0, h_gu, biases, gate_up_factors, rows, form, alpha, limit):  # type: ignore[no-untyped-def]
-    gate, up = _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
-    return reference.activate(gate, up, form[2], alpha, limit)
+    return split_gate_up(u, form[3] == "interleaved")
 
 
 def backward(  # type: ignore[no-untyped-def]
@@ -158,12 +154,12 @@ def backward(  # type: ignore[no-untyped-def]
     K, N = weights.shape[1], weights.numel()
     gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
     down = dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
-    masks = _masks(N, shape, p, seed, x.dtype)
+    masks = _draw_masks(N, shape, p, seed, x.dtype)
     flat = weights.reshape(-1).to(x.dtype)
     grad_flat = torch.zeros_like(flat)
     grad_rows = x.new_zeros((N, H))  # in the order of the pairs
     grads_gu, grads_d = ([torch.zeros_like(f) for f in pair] for pair in (gate_up_factors, down_factors))
-    for rows in _each(order, ends, K):
+    for rows in _rows_by_expert(order, ends, K):
         dy, w = grad[rows.tokens], flat[rows.pairs, None]
         gate, up = _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
         act = reference.activate(gate, up, form[2], alpha, limit)
@@ -177,7 +173,9 @@ def backward(  # type: ignore[no-untyped-def]
         grad_flat[rows.pairs] = (act * g).sum(1)
         if biases:
             grad_flat[rows.pairs] += (dy * biases[1][rows.e].to(x.dtype)).sum(1)
-        du = join(*reference.activate_backward(w * g, gate, up, form[2], alpha, limit), form[3] == "interleaved")
+        du = join_gate_up(
+            *reference.activate_backward(w * g, gate, up, form[2], alpha, limit), form[3] == "interleaved"
+        )
         dx = du @ gate_up[rows.e]
         if gate_up_factors:
             a_RH, b_UR = (factor[rows.e].to(x.dtype) for factor in gate_up_factors)

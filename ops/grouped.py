@@ -1,8 +1,8 @@
 """LoRA operators on a base stored in 4 bits with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
 
-All parts of a weight are in one buffer of bytes, so that whatever moves the Parameter moves the whole weight. Weights
-are dequantised for each product, as in ops/scaled.py; saved for the backward pass is the buffer itself, which ZeRO-3
-may free and gather in between. Formulas: `reference.dequantize_groups`.
+All parts of a weight are in one byte buffer, so that moving the Parameter moves the complete weight. Weights are
+dequantized for each product, as in ops/scaled.py. The backward saves the buffer itself, which ZeRO-3 may free and
+gather in between. Formulas: `reference.dequantize_groups`.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ ALIGNMENT = 256
 
 
 class GroupedLayout(NamedTuple):
-    """How 4-bit matrices [rows, cols] lie in a buffer: one, or with `experts` that many.
+    """Layout of one 4-bit matrix [rows, cols] in a buffer, or of `experts` of them.
 
     `group` columns share a scale of type SCALES[scale]. Flags are 0 or 1: codes are E2M1 numbers (`floats`) or unsigned
     integers; groups have a zero point (`zeros`), otherwise it is 8; scales have a divisor per row (`divided`); the
-    columns of a group are not neighbours (`ordered`: GPTQ's act-order).
+    columns of a group are not adjacent (`ordered`: GPTQ's act-order).
     """
 
     experts: int
@@ -69,7 +69,9 @@ def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
     """Return views of the sections of a buffer of bytes. Raises ValueError if it is not gathered."""
     begins, size = place_sections(sections)
     if packed.numel() != size:
-        raise ValueError(f"packed weight of {packed.numel()} bytes: {size} are needed; under ZeRO-3 gather it first")
+        raise ValueError(
+            f"packed weight of {packed.numel()} bytes: expected {size}; under ZeRO-3 gather the parameter first"
+        )
     return {
         name: packed.narrow(0, begins[name], prod(shape) * dtype.itemsize).view(dtype).view(shape)
         for name, (shape, dtype) in sections.items()

@@ -1,12 +1,12 @@
 """Output head fused with its loss: sum over tokens of -log softmax(h W^T)[target], without materializing all logits.
 
-Also the divergence between two models that share a head, an adapted one and its base.
+Also the divergence between an adapted model and its base, which share a head.
 
-Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen but
-for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are computed
-in the forward pass, chunk by chunk, while the logits of the chunk are in memory (the idea of Liger's fused linear
-cross-entropy; unlike it, nothing here waits for the device). Peak memory beyond h and dh: C V elements, in place of K V
-in 32 bits.
+Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen
+except for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are
+computed in the forward pass, chunk by chunk, while the logits of the chunk are in memory (as in Liger's fused linear
+cross-entropy, but nothing here waits for the device). Peak memory beyond h and dh: C V elements instead of K V in 32
+bits.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**27
 """Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
 FP16_SCALE = 256.0
-"""Scale of gradients that are kept in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 count. The
-head's weights may be at most 127, since |dh| <= 2 max |W|."""
+"""Scale of gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
+The head's weights may be at most 127, since |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
-"""Elements of fp16 gradients that are multiplied in 32 bits at a time."""
+"""Elements of fp16 gradients that are multiplied in 32 bits at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
-"""Rows of `measure_tokens`, with p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
+"""Rows of `measure_tokens` for p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
 -ln q(target) and KL(p || q)."""
 ROWS_AT_ONCE = 4096
-"""Rows of gradients that are weighted in 32 bits at a time."""
+"""Rows of gradients that are weighted in 32 bits at once."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainedRows:
 
 
 EAFT_TOKENS, EAFT_NATS = 20, 3.0
-"""Number of most probable tokens in EAFT's entropy, and its largest value, ln 20, as LLaMA-Factory rounds it."""
+"""Number of tokens in EAFT's entropy, and its maximum ln 20, rounded as in LLaMA-Factory."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class LossKind:
 
     @property
     def smoothing(self) -> float:
-        """Fraction of the target's weight that is spread over all tokens."""
+        """Fraction of the target's weight that is distributed over all tokens."""
         return self.parameter if self.name == "label_smoothing" else 0.0
 
-    def read_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Return what `weigh` needs of the logits [C]."""
+    def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
+        """Compute the statistic of the logits [C] that `weigh` needs, None if it needs none."""
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -69,19 +69,19 @@ class LossKind:
             return (chosen - logits_CV.mean(1, dtype=torch.float32)).masked_fill_(targets < 0, 0.0)
         return None
 
-    def weigh(self, nll: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the losses of tokens [C], and the factors that turn the gradients of `nll` into theirs."""
+    def weigh(self, nll: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the losses of tokens [C], and their derivatives with respect to `nll`."""
         p = torch.exp(-nll)
         if self.name == "dft":
             return p * nll, p
-        if self.name == "eaft" and seen is not None:
-            return seen * nll, seen
+        if self.name == "eaft" and statistic is not None:
+            return statistic * nll, statistic
         if self.name == "focal":
-            rest = -torch.expm1(-nll)
-            weight = rest**self.parameter
+            complement = -torch.expm1(-nll)
+            weight = complement**self.parameter
             # nll / (1 - p) is 1 in the limit of p = 1, where (1 - p)^(a - 1) may be infinite.
-            return weight * nll, weight * (1 + self.parameter * p * nll / rest.clamp(min=1e-30))
-        return nll if seen is None else nll + self.smoothing * seen, torch.ones_like(nll)
+            return weight * nll, weight * (1 + self.parameter * p * nll / complement.clamp(min=1e-30))
+        return nll if statistic is None else nll + self.smoothing * statistic, torch.ones_like(nll)
 
 
 NLL = LossKind()
@@ -99,7 +99,7 @@ def token_loss_sum(
 ) -> Tensor:
     """Return sum_k w_k loss(p_k), with p_k = softmax(factor h_k W^T)[targets_k].
 
-    It is differentiable in `hidden` and `rows.values`.
+    Differentiable in `hidden` and `rows.values`.
 
     hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
     target does not count. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
@@ -124,13 +124,13 @@ def token_loss_sum(
 def token_loss_sum_of_logits(
     logits_KV: Tensor, targets: Tensor, kind: LossKind = NLL, token_weights: Tensor | None = None
 ) -> Tensor:
-    """Return `token_loss_sum` from all logits, differentiable in them."""
+    """Compute `token_loss_sum` from all logits, differentiable in them."""
     nll = F.cross_entropy(
         logits_KV.float(), targets.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=kind.smoothing
     )
     plain = nll.detach()
-    seen = None if kind.smoothing else kind.read_logits(logits_KV.detach(), targets)
-    losses, slopes = kind.weigh(plain, seen)
+    statistic = None if kind.smoothing else kind.summarize_logits(logits_KV.detach(), targets)
+    losses, slopes = kind.weigh(plain, statistic)
     if token_weights is not None:
         losses, slopes = losses * token_weights, slopes * token_weights
     return (losses + slopes * (nll - plain)).sum()
@@ -145,11 +145,11 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the MEASURES of every token, nats, fp32 [5, K]; those of the base are 0 without `base_hidden` [K, H].
+    """Return the MEASURES of every token in nats, fp32 [5, K]; those of the base are 0 without `base_hidden` [K, H].
 
-    Other arguments are those of `token_loss_sum`, targets at least 0. Only LOSS is differentiable, in `hidden` and
-    `rows.values`. The weight of each token in the gradient is known only in the backward pass, which computes the
-    logits again, chunk by chunk.
+    The other arguments are those of `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
+    `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
+    recomputes the logits chunk by chunk.
     """
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, None if base_hidden is None else base_hidden * factor
@@ -161,9 +161,9 @@ def measure_tokens(
 @torch.no_grad()
 def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = None) -> Tensor:
     """Return the MEASURES [5, K] from all logits, without a gradient."""
-    found = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
-    (_measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch)(logits_KV, targets, base_KV, found)
-    return found
+    measures = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
+    (_measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch)(logits_KV, targets, base_KV, measures)
+    return measures
 
 
 class _TokenMeasures(torch.autograd.Function):
@@ -173,18 +173,18 @@ class _TokenMeasures(torch.autograd.Function):
     ) -> Tensor:
         head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
-        copies = 1 if hidden.device.type == "cuda" else 6  # in torch there are matrices of 32 bits as well
+        copies = 1 if hidden.device.type == "cuda" else 6  # torch allocates 32-bit matrices as well
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * copies * vocabulary)))
         storage, base_CV = hidden.new_empty(matrices, size, vocabulary), None
-        found = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
+        measures = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
         for start in range(0, tokens, size):
             chunk = slice(start, min(start + size, tokens))
             logits_CV = head.logits(hidden[chunk], storage[0])
             if base_hidden is not None:
                 base_CV = torch.mm(base_hidden[chunk], weight.t(), out=storage[1, : len(logits_CV)])
-            found[:, chunk] = measure_logits(logits_CV, targets[chunk], base_CV)
+            measures[:, chunk] = measure_logits(logits_CV, targets[chunk], base_CV)
         ctx.save_for_backward(hidden, weight, targets, *rows)
-        return found
+        return measures
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -196,8 +196,8 @@ class _TokenMeasures(torch.autograd.Function):
         assert head.grad_hidden is not None and head.scale is not None
         for grad_CH, weights in zip(head.grad_hidden.split(ROWS_AT_ONCE), grad_K.split(ROWS_AT_ONCE), strict=True):
             grad_CH.copy_(grad_CH.float() * (weights / head.scale)[:, None])
-        of_rows = None if head.grad_values is None else head.grad_values / head.scale
-        return head.grad_hidden, None, None, None, None, of_rows
+        grad_values = None if head.grad_values is None else head.grad_values / head.scale
+        return head.grad_hidden, None, None, None, None, grad_values
 
 
 class _TokenLossSum(torch.autograd.Function):
@@ -233,9 +233,9 @@ def _compute_losses(
     token_weights: Tensor | None = None,
     row_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted loss of every token [K], and add the gradients of `head`.
+    """Return the weighted loss of every token [K], and accumulate the gradients in `head`.
 
-    `row_weights` [K] weight the tokens in the gradient of the trained rows alone.
+    `row_weights` [K] weight the tokens in the gradient of the trained rows only.
     """
     tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
@@ -245,16 +245,16 @@ def _compute_losses(
         chunk = slice(start, min(start + size, tokens))
         logits_CV = head.logits(hidden[chunk], storage)
         weights = None if token_weights is None else token_weights[chunk]
-        _compute_rows(kind, logits_CV, targets[chunk], weights, losses[chunk], head.scale)
+        _compute_chunk(kind, logits_CV, targets[chunk], weights, losses[chunk], head.scale)
         head.add_gradients(logits_CV, hidden, chunk, row_weights)
     return losses
 
 
 class _Head:
-    """The head of one pass over the chunks, and the gradients that are summed over them."""
+    """The head in one pass over the chunks, and the gradients accumulated over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """`like` is the hidden states that get a gradient; None computes no gradient."""
+        """Allocate the gradients of the hidden states `like` and the trained rows; None computes no gradient."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None
@@ -269,7 +269,7 @@ class _Head:
         return logits_CV
 
     def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, row_weights: Tensor | None = None) -> None:
-        """Accumulate the gradients of a chunk; `grad_CV` is the gradient of its logits and is overwritten.
+        """Accumulate the gradients of a chunk; `grad_CV`, the gradient of its logits, is overwritten.
 
         `row_weights` [K] weight the tokens in the gradient of the trained rows, but not in that of the hidden states.
         """
@@ -290,11 +290,11 @@ class _Head:
 def divergence_sum(
     hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
 ) -> Tensor:
-    """Return sum_k KL(p_k || q_k), nats, fp32, with p = softmax(factor h W^T) and q the same of base_hidden.
+    """Return sum_k KL(p_k || q_k) in nats, fp32, with p = softmax(factor h W^T) and q likewise from base_hidden.
 
-    hidden, base_hidden [K, H], weight [V, H], frozen as base_hidden is; q is computed without the trained `rows`. The
-    gradients, with g = p (ln p - ln q - KL), are computed with the value, chunk by chunk, as those of `token_loss_sum`
-    are. Raises ValueError for shapes that do not fit.
+    hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
+    `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
+    `token_loss_sum`. Raises ValueError for shapes that do not fit.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
@@ -302,7 +302,7 @@ def divergence_sum(
             "expected [K, H], [K, H] and [V, H]"
         )
     if weight.requires_grad or base_hidden.requires_grad:
-        raise ValueError("the head or base_hidden requires a gradient: the divergence is differentiable in hidden only")
+        raise ValueError("the head or base_hidden requires a gradient: the divergence has none for it; freeze it")
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, base_hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
@@ -325,7 +325,7 @@ class _DivergenceSum(torch.autograd.Function):
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
         on_gpu = hidden.device.type == "cuda"
-        # On a GPU only the two matrices of logits are in memory at once, in torch four matrices of 32 bits as well.
+        # The GPU kernel needs only the two matrices of logits; torch allocates four 32-bit matrices as well.
         compute_rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
@@ -348,35 +348,35 @@ class _DivergenceSum(torch.autograd.Function):
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states and trained rows, with None for the other inputs."""
     grad_KH, grad_NH = ctx.saved_tensors
-    of_rows = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
-    return _times(grad_KH, grad_output), None, None, None, of_rows, None
+    grad_values = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
+    return _scale_gradient(grad_KH, grad_output), None, None, None, grad_values, None
 
 
-def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
-    """Multiply the unscaled gradient by a number that in fp16 contains the loss scale and may exceed fp16's range."""
+def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
+    """Multiply the gradient by `grad_output`, which with fp16 contains the loss scale and may exceed fp16's range."""
     if grad_KH.dtype != torch.float16:
         return grad_KH * grad_output.to(grad_KH.dtype)
     result = torch.empty_like(grad_KH)
     rows = max(1, NARROWED_AT_ONCE // grad_KH.shape[1])
-    for kept, narrowed in zip(grad_KH.split(rows), result.split(rows), strict=True):
-        narrowed.copy_(kept.float() * (grad_output / FP16_SCALE))
+    for source, target in zip(grad_KH.split(rows), result.split(rows), strict=True):
+        target.copy_(source.float() * (grad_output / FP16_SCALE))
     return result
 
 
-def _compute_rows(
+def _compute_chunk(
     kind: LossKind, logits_CV: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, scale: float | None
 ) -> None:
-    """Write the weighted losses of the rows; unless `scale` is None, overwrite logits by their gradient times it."""
-    seen = kind.read_logits(logits_CV, targets)
+    """Write the rows' weighted losses; unless `scale` is None, overwrite the logits with their scaled gradient."""
+    statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
         from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
 
         cross_entropy_rows(logits_CV, targets, losses, scale)
     else:
-        _rows_in_torch(logits_CV, targets, losses, scale)
+        _cross_entropy_in_torch(logits_CV, targets, losses, scale)
     if kind == NLL and weights is None:
         return
-    values, slopes = kind.weigh(losses, seen)
+    values, slopes = kind.weigh(losses, statistic)
     if scale is not None and kind.smoothing:
         # The target is (1 - a) onehot + a / V.
         spread = kind.smoothing * scale * (targets >= 0)
@@ -389,8 +389,8 @@ def _compute_rows(
         logits_CV.mul_(slopes[:, None])
 
 
-def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Write the losses of the rows; unless `scale` is None, overwrite the logits with their gradient times it."""
+def _cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
+    """Write the losses of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
     losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
@@ -401,7 +401,7 @@ def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: fl
 
 
 def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their gradient times it."""
+    """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
     p_CV = log_p_CV.exp_()
@@ -416,22 +416,22 @@ def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor,
     divergence_rows(logits_CV, base_CV, divergences, scale)
 
 
-def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
+def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
     log_p_CV = torch.log_softmax(logits_CV.float(), 1)
     p_CV, chosen = log_p_CV.exp(), targets[:, None]
-    found[LOSS] = -log_p_CV.gather(1, chosen).squeeze(1)
-    found[ENTROPY] = -(p_CV * log_p_CV).sum(1)
-    found[COLLISION] = p_CV.square().sum(1).log()
+    measures[LOSS] = -log_p_CV.gather(1, chosen).squeeze(1)
+    measures[ENTROPY] = -(p_CV * log_p_CV).sum(1)
+    measures[COLLISION] = p_CV.square().sum(1).log()
     if base_CV is not None:
         log_q_CV = torch.log_softmax(base_CV.float(), 1)
-        found[BASE_LOSS] = -log_q_CV.gather(1, chosen).squeeze(1)
-        found[DIVERGENCE] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
+        measures[BASE_LOSS] = -log_q_CV.gather(1, chosen).squeeze(1)
+        measures[DIVERGENCE] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
 
 
-def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
+def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
     from ops.head_kernel import cross_entropy_rows, divergence_rows  # triton comes with torch's CUDA builds only
 
-    cross_entropy_rows(logits_CV, targets, found[LOSS], None, found[ENTROPY : COLLISION + 1])
+    cross_entropy_rows(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
     if base_CV is not None:
-        cross_entropy_rows(base_CV, targets, found[BASE_LOSS], None)
-        divergence_rows(logits_CV, base_CV, found[DIVERGENCE], None)
+        cross_entropy_rows(base_CV, targets, measures[BASE_LOSS], None)
+        divergence_rows(logits_CV, base_CV, measures[DIVERGENCE], None)

@@ -1,12 +1,12 @@
 """Fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward` for shared-input projections.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. The formulas are in ops/reference.py. One linear
-is a group of one. The operators are functional: they change no input, and no output shares memory with an input,
-except h, which `lora_forward` returns as given if `lora_project` computed it before.
+is a group of one. The operators are functional: they change no input, and no output shares memory with an input. If
+`lora_forward` gets the h of an earlier `lora_project`, it returns an empty h.
 
 Saved for the backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no mask (it is
-regenerated from `seed`), no view of a weight: ZeRO-3 frees a weight after the forward and gathers it again before the
-backward, which only the saved Parameter itself follows.
+regenerated from `seed`), and no view of a weight, because ZeRO-3 frees a weight after the forward and gathers it into
+the same Parameter before the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ MAX_GROUP = 16
 
 
 def padded_rank(rank: int) -> int:
-    """Return the columns of h that one projection takes: the kernels read 16 bytes at a time."""
+    """Return the number of columns of h for one projection: the kernels read 16 bytes at a time."""
     return (rank + 7) // 8 * 8
 
 
 def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
-    """Raise ValueError, with the values and the fix, unless every A fits x."""
+    """Raise ValueError unless every A fits x."""
     if not 1 <= len(downs) == len(scales) <= MAX_GROUP:
         raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: need equal counts, 1 to {MAX_GROUP}")
     if x.dim() < 2:
@@ -51,7 +51,7 @@ def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: 
 def check_adapters(
     x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
 ) -> None:
-    """Raise ValueError, with the values and the fix, unless the adapters fit x and one another."""
+    """Raise ValueError unless the adapters fit x and one another."""
     if not len(outs) == len(downs) == len(ups):
         raise ValueError(
             f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: need equal counts, 1 to"
@@ -123,7 +123,7 @@ def dense_forward(op: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]
 def add_adapters(
     x: Tensor, products: Sequence[Tensor], biases: Sequence[Tensor], h: Tensor, ups: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return y_i = product_i + h_i B_i^T + bias_i in the type of x, computed in that of the products [T, O_i]."""
+    """Return y_i = product_i + h_i B_i^T + bias_i in the type of x, computed in the type of the products [T, O_i]."""
     ys, begin = [], 0
     for i, (y_TO, up) in enumerate(zip(products, ups, strict=True)):
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(x.dtype).to(y_TO.dtype).t()
@@ -174,11 +174,11 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
 
 
 class Group:
-    """The operators zerolora::NAME_forward and NAME_backward for frozen weights that are stored in one way.
+    """The operators zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
 
-    `weights` is their part of the schemas. The functions get the operators' arguments by name: `outs` returns the
-    outputs of each weight, `check` raises ValueError, `forward` also gets h and returns the outputs, `backward` returns
-    the gradients of x, all A and all B.
+    `weights` is their part of the schemas. The functions get the operators' arguments as attributes: `outs` returns the
+    number of outputs of each weight, `check` raises ValueError, `forward` also gets h and returns the outputs,
+    `backward` returns the gradients of x, all A and all B.
     """
 
     def __init__(
@@ -204,18 +204,18 @@ class Group:
             " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
             self._backward, self._fake_backward, devices,
         )  # fmt: skip
-        self._forward_type, self._backward_type = derivative.register(name)
+        self._forward_type, self._backward_type = derivative.register_backward(name)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, x, stored, outs, biases, downs, ups, scales, dropout
     ) -> list[Tensor]:
-        """Compute `lora_group`; `stored` are the weights' arguments, `outs` the outputs of each."""
-        # Everything else is checked in the operator, which costs a CUDA call no Python time.
+        """Compute `lora_group`; `stored` are the arguments for the weights, `outs` the outputs of each."""
+        # The operator checks everything else, so that CUDA calls need no Python time for it.
         filled = fill_biases(x, biases, outs)
         ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
         return ys
 
-    def _checked(self, arguments: tuple[Any, ...]) -> Any:
+    def _check_arguments(self, arguments: tuple[Any, ...]) -> Any:
         op = self._forward_type(*arguments)
         self._check(op)
         check_adapters(op.x, self._outs(op), op.downs, op.ups, op.scales, op.p)
@@ -224,7 +224,7 @@ class Group:
         return op
 
     def _forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        op = self._checked(arguments)
+        op = self._check_arguments(arguments)
         if op.h is not None:
             return self._compute(op, op.h), op.x.new_empty((0, 0))
         h = torch.ops.zerolora.lora_project(op.x, op.downs, op.scales, op.p, op.seed)
@@ -237,7 +237,7 @@ class Group:
         return grad_x if op.need_x else op.x.new_empty(0), *needed
 
     def _fake_forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
-        op = self._checked(arguments)
+        op = self._check_arguments(arguments)
         h = fake_project(op.x, op.downs, op.scales, op.p, None) if op.h is None else op.x.new_empty((0, 0))
         return [op.x.new_empty((*op.x.shape[:-1], out)) for out in self._outs(op)], h
 
@@ -248,7 +248,7 @@ class Group:
         return op.x.new_empty(op.x.shape if op.need_x else 0), grad_downs, grad_ups
 
 
-def refuse_alone(ctx: Any, *grads: Any) -> Any:
+def _refuse_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("lora_project has no derivative; call lora_forward")
 
 
@@ -256,7 +256,7 @@ derivative.define(
     "lora_project(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
     reference_project, fake_project,
 )  # fmt: skip
-torch.library.register_autograd("zerolora::lora_project", refuse_alone)
+torch.library.register_autograd("zerolora::lora_project", _refuse_derivative)
 _GROUP = Group(
     "lora",
     "Tensor[] weights",
@@ -279,13 +279,13 @@ def lora_group(
     """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
     x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
-    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError for mismatched shapes, types or devices, and for an unsupported rank or dropout.
     """
     return _GROUP(x, (weights,), [weight.shape[0] for weight in weights], biases, downs, ups, scales, dropout)
 
 
 def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:
-    """Replace missing biases by zeros if only some projections have one: autograd takes no None in a list."""
+    """Replace missing biases by zeros if only some projections have one: autograd accepts no None in a list."""
     if len(biases) not in (0, len(outs)):
         raise ValueError(f"{len(biases)} biases for {len(outs)} weights: need one (or None) for each, or an empty list")
     if all(bias is None for bias in biases):

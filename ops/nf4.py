@@ -1,9 +1,8 @@
-"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantised only for its product.
+"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantized only for its product.
 
-The dequantised weight is never saved: its memory returns to torch's allocator when the product is queued, and the next
-call on the stream gets the same block. In the backward, projections of at most 64 MiB together share a product. Saved
-for the backward are the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in
-between.
+A dequantized weight is never saved: its memory returns to torch's allocator when the product is queued, and the next
+call on the stream reuses it. In the backward, projections of at most 64 MiB in total share a product. The backward
+saves the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in between.
 
 Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsandbytes (Dettmers et al. 2023).
 """
@@ -20,7 +19,7 @@ from ops import derivative, lora, reference
 
 @dataclass(frozen=True)
 class Nf4Weight:
-    """A packed weight [rows, cols]: the Parameter, its state for `reference.dequantize_nf4`, the block sizes."""
+    """A packed weight [rows, cols] with its state for `reference.dequantize_nf4` and the block sizes."""
 
     packed: Tensor
     state: tuple[Tensor, ...]
@@ -30,16 +29,16 @@ class Nf4Weight:
     nested_block: int
 
     def layout(self) -> tuple[int, int, int]:
-        """Return the properties that all weights of one call must share."""
+        """Return what must be equal for all weights of a call: block sizes and the length of the state."""
         return self.block, self.nested_block, len(self.state)
 
     @staticmethod
     def from_parameter(parameter: Any) -> "Nf4Weight":
-        """Wrap a quantised bitsandbytes `Params4bit`; raises ValueError for another 4-bit format."""
+        """Wrap a quantized bitsandbytes `Params4bit`; raises ValueError for another 4-bit format."""
         state = parameter.quant_state
         if state is None or state.quant_type != "nf4":
-            found = "not quantised yet" if state is None else f"quant_type={state.quant_type}"
-            raise ValueError(f"4-bit weight: {found}; the fused operator takes bnb_4bit_quant_type=nf4")
+            problem = "not quantized yet" if state is None else f"quant_type={state.quant_type}"
+            raise ValueError(f"4-bit weight: {problem}; the fused operator needs bnb_4bit_quant_type=nf4")
         rows, cols = state.shape
         if not state.nested:
             return Nf4Weight(parameter, (state.absmax, state.code), rows, cols, state.blocksize, 1)
@@ -49,11 +48,11 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-def _weights(op: Any) -> list[Tensor]:
-    each = len(op.states) // len(op.packed)
+def _dequantize(op: Any) -> list[Tensor]:
+    length = len(op.states) // len(op.packed)
     sizes = op.x.shape[-1], op.block, op.nested_block, op.x.dtype
     return [
-        reference.dequantize_nf4(weight, op.states[i * each : (i + 1) * each], out, *sizes)
+        reference.dequantize_nf4(weight, op.states[i * length : (i + 1) * length], out, *sizes)
         for i, (weight, out) in enumerate(zip(op.packed, op.rows, strict=True))
     ]
 
@@ -69,8 +68,8 @@ _GROUP = lora.Group(
     "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
     outs=lambda op: op.rows,
     check=lambda op: None,
-    forward=lambda op, h: lora.dense_forward(op, h, _weights(op)),
-    backward=lambda op: lora.dense_backward(op, _weights(op)),
+    forward=lambda op, h: lora.dense_forward(op, h, _dequantize(op)),
+    backward=lambda op: lora.dense_backward(op, _dequantize(op)),
 )
 
 
@@ -85,15 +84,17 @@ def nf4_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for packed weights, in the type of x.
 
-    Raises ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
+    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or have different block sizes.
     """
     first, rows = weights[0], [weight.rows for weight in weights]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:
-            found = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
-            raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device")
+            actual = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
+            raise ValueError(
+                f"{actual} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device"
+            )
         if weight is not first and weight.layout() != first.layout():
-            raise ValueError("weights quantised with different block sizes: call the operator for each separately")
+            raise ValueError("weights are quantized with different block sizes: call the operator for each separately")
     packed, states = [weight.packed for weight in weights], [tensor for weight in weights for tensor in weight.state]
     stored = packed, states, rows, first.block, first.nested_block
     return _GROUP(x, stored, rows, biases, downs, ups, scales, dropout)

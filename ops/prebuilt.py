@@ -1,7 +1,7 @@
 """Builds of the CUDA operators in folders: in this package, in folders that users share, and in torch's cache.
 
-`Build` is the key. `zerolora ops build --arch 9.0 --into DIR` makes a shared one; with ZEROLORA_OPS=DIR[:DIR...] in the
-environment a run takes the build that fits it instead of compiling, even without nvcc.
+`Build` is the key. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. With ZEROLORA_OPS=DIR[:DIR...] in
+the environment a run uses a matching build instead of compiling, even without nvcc.
 """
 
 import hashlib
@@ -9,8 +9,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,19 +22,19 @@ IN_PACKAGE = Path(__file__).resolve().parent / "built"
 
 
 def cache_folder() -> Path:
-    """Return the folder in which a run puts what it compiles."""
+    """Return the folder for builds that runs compile."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 @dataclass(frozen=True)
 class Build:
-    """The versions that a build was made from and for."""
+    """The versions that identify a build."""
 
     sources: str
     """Digest of ops/csrc."""
     torch: str
     cuda: str
-    """CUDA version torch was built with."""
+    """CUDA version of torch."""
     python: str
     """Version and machine, "3.11-x86_64"."""
     toolkit: str
@@ -48,26 +48,27 @@ class Build:
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         return f"zerolora_lora-{'-'.join(self.architectures)}-{digest}"
 
-    def library_in(self, folder: Path) -> Path | None:
-        """Return its library in a shared folder, or None if it is not built there."""
-        found = folder / self.name / "zerolora_lora.so"
-        return found if found.is_file() and read(folder / self.name) == self else None
+    def find_in(self, folder: Path) -> Path | None:
+        """Return this build's library in a shared folder, or None."""
+        library = folder / self.name / "zerolora_lora.so"
+        return library if library.is_file() and read(folder / self.name) == self else None
 
-    def place(self, library: Path, folder: Path) -> Path:
-        """Put a library into a folder atomically, readable for everybody; return its path there."""
-        with temporary_folder(folder) as room:
-            shutil.copyfile(library, room / library.name)
-            (room / library.name).chmod(0o755)
-            (room / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            (room / RECORD).chmod(0o644)
-            room.chmod(0o755)
+    def install(self, library: Path, folder: Path) -> Path:
+        """Copy a library into a shared folder atomically, readable by everyone; return its path there."""
+        with temporary_folder(folder) as name:
+            staging = Path(name)
+            shutil.copyfile(library, staging / library.name)
+            (staging / library.name).chmod(0o755)
+            (staging / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            (staging / RECORD).chmod(0o644)
+            staging.chmod(0o755)
             shutil.rmtree(folder / self.name, ignore_errors=True)
-            room.rename(folder / self.name)
+            staging.rename(folder / self.name)
         return folder / self.name / library.name
 
 
 def read(folder: Path) -> Build | None:
-    """Return the build in a folder, or None if there is none."""
+    """Read the record of the build in a folder; return None if it is missing or invalid."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return Build(**record | {"architectures": tuple(record["architectures"])})
@@ -76,9 +77,9 @@ def read(folder: Path) -> Build | None:
 
 
 def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
-    """Return the library for these sources, versions of torch, CUDA and Python, and all cards, or None.
+    """Return a library for these sources, versions of torch, CUDA and Python, and architectures, or None.
 
-    It is the first that is found in the package, in the folders of ZEROLORA_OPS, and in the cache.
+    Searches the package, then the folders of ZEROLORA_OPS, then the cache.
     """
     shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     for folder in (IN_PACKAGE, *shared, cache_folder()):
@@ -86,33 +87,23 @@ def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -
             build = read(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
-            if set(cards) <= set(build.architectures) and (library := build.library_in(folder)) is not None:
+            if set(cards) <= set(build.architectures) and (library := build.find_in(folder)) is not None:
                 return library
     return None
 
 
-@contextmanager
-def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder inside `folder`; it is deleted afterwards unless it was renamed."""
+def temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """Create a temporary folder inside `folder`; its context deletes it unless it was renamed."""
     folder.mkdir(parents=True, exist_ok=True)
-    room = Path(tempfile.mkdtemp(prefix=".zerolora_lora-", dir=folder))
-    try:
-        yield room
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=".zerolora_lora-", dir=folder, ignore_cleanup_errors=True)
 
 
-@contextmanager
-def build_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a build; other processes wait and then find the result. The end of the process releases it."""
+def build_lock(path: Path) -> AbstractContextManager[object]:
+    """Acquire the lock of a build, which its context or the end of the process releases; wait for other processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
-        print(f"waiting for another process, which builds the operators ({path})", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        print(f"waiting for another process that builds the operators ({path})", flush=True)
+        return lock.acquire()

@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 PHILOX_ROUNDS = 7  # the fewest that pass BigCrush (Salmon et al., SC 2011, table 2); the kernels use the same
-_WORD = 0xFFFFFFFF
+_MASK_32 = 0xFFFFFFFF
 
 
 def _philox(key: int, counter: Tensor) -> list[Tensor]:
-    """Compute Philox4x32 of 64-bit counters: four tensors of 32-bit numbers held in int64."""
-    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
+    """Compute Philox4x32 of 64-bit counters; return four tensors of 32-bit numbers in int64."""
+    c0, c1 = counter & _MASK_32, (counter >> 32) & _MASK_32
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
-    k0, k1 = key & _WORD, (key >> 32) & _WORD
+    k0, k1 = key & _MASK_32, (key >> 32) & _MASK_32
     for _ in range(PHILOX_ROUNDS):
         # A 64-bit product wraps in int64, but its bits are those of the unsigned one.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, product1 & _WORD
-        c2, c3 = ((product0 >> 32) & _WORD) ^ c3 ^ k1, product0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        c0, c1 = ((product1 >> 32) & _MASK_32) ^ c1 ^ k0, product1 & _MASK_32
+        c2, c3 = ((product0 >> 32) & _MASK_32) ^ c3 ^ k1, product0 & _MASK_32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK_32, (k1 + 0xBB67AE85) & _MASK_32
     return [c0, c1, c2, c3]
 
 
 def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask m[rows, width] = keep / (1 - p), bit by bit as the kernels generate it from the same int64 seed.
+    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to that of the kernels for the same int64 seed.
 
-    One Philox call per 8 neighbours of a row, 15 bits per element; an element is dropped below 32768 p, rounded.
+    One Philox call per 8 adjacent elements of a row, 15 bits each; numbers below round(32768 p) drop their element.
     """
     groups = (width + 7) // 8
     counter = torch.arange(rows * groups, device=seed.device, dtype=torch.int64)
@@ -48,7 +48,7 @@ def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dty
 
 
 def unpack_mask(bits: Tensor, width: int) -> Tensor:
-    """Return keep[T, width], bool, of the bits the kernels pass on: int32 [ceil(width/128), T, 4].
+    """Unpack the kernels' mask bits, int32 [ceil(width/128), T, 4], to a bool keep[T, width].
 
     Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
     """
@@ -77,7 +77,7 @@ def backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's part only."""
+    """Return dX[T,I], dA[R,I], dB[O,R]; without a weight, dX is only the adapter's part."""
     grad_h_TR = scale * (grad_y @ up)
     grad_up_OR = grad_y.t() @ h
     grad_down_RI = grad_h_TR.t() @ (x if mask is None else x * mask)
@@ -92,38 +92,38 @@ def backward(
 def dequantize_nf4(
     packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return W[rows, cols] of a bitsandbytes NF4 weight, code[q] * absmax[i / block]; two values a byte, high first.
+    """Return W[rows, cols] of a bitsandbytes NF4 weight, code[q] * absmax[i / block]; two values per byte, high first.
 
-    `state` is [absmax, code], or with double quantisation [uint8 absmax, code, nested absmax, nested code, offset] and
+    `state` is [absmax, code], or with double quantization [uint8 absmax, code, nested absmax, nested code, offset] and
     absmax[b] = nested_code[absmax[b]] * nested_absmax[b / nested_block] + offset (Dettmers et al. 2023, section 3).
     """
     size = packed.numel() * packed.element_size()
     if size * 2 < rows * cols:
         raise ValueError(
-            f"packed weight of {size} bytes for [{rows}, {cols}]: {(rows * cols + 1) // 2} are needed;"
+            f"packed weight of {size} bytes for [{rows}, {cols}]: expected {(rows * cols + 1) // 2};"
             " under ZeRO-3 gather the parameter first"
         )
     absmax, code = state[0], state[1]
     if len(state) == 5:
         _, _, nested_absmax, nested_code, offset = state
-        which = torch.arange(absmax.numel(), device=absmax.device) // nested_block
-        absmax = nested_code[absmax.long()] * nested_absmax[which] + offset
+        block_index = torch.arange(absmax.numel(), device=absmax.device) // nested_block
+        absmax = nested_code[absmax.long()] * nested_absmax[block_index] + offset
     bytes_ = packed.reshape(-1).view(torch.uint8)
     values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=-1).reshape(-1).long()][: rows * cols]
-    which = torch.arange(rows * cols, device=values.device) // block
-    return (values * absmax[which]).to(dtype).reshape(rows, cols)
+    block_index = torch.arange(rows * cols, device=values.device) // block
+    return (values * absmax[block_index]).to(dtype).reshape(rows, cols)
 
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of E2M1, by the three low bits of a code."""
 ELEMENTS_AT_ONCE = 1 << 22
-"""Values that `dequantize_groups` computes in 32 bits at one time: 16 bytes each."""
+"""Values that `dequantize_groups` computes in 32 bits at once, with 16 bytes each."""
 
 
 def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: torch.dtype) -> Tensor:
     """Return W[..., O, I] of 4-bit codes with one scale per `group` columns of a row, rounded to `dtype` once.
 
-    `groups` is codes[..., O, I/2], two a byte and the low bits first, scales[..., O, G], zeros[..., O, G] (empty: 8),
+    `groups` is codes[..., O, I/2], two per byte, low bits first, scales[..., O, G], zeros[..., O, G] (or empty: 8),
     divisors[..., O, 1] of the scales and order[..., I], the group of each column (both may be empty):
 
         W = scale (code - zero)             unsigned integers (GPTQ, AWQ, W4A16 of compressed-tensors)
@@ -154,7 +154,7 @@ def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, floats: int) -> T
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], uint8: value 2^(scale - 127).
 
-    Two E2M1 values a byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
+    Two E2M1 values per byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
     """
     values = torch.tensor(FP4_VALUES, device=blocks.device)
     code = torch.cat([values, -values])
@@ -185,7 +185,7 @@ def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def eight_bit_values(q: Tensor) -> Tensor:
-    """Convert 8-bit values to float32: e4m3 if they are stored as uint8."""
+    """Convert 8-bit values to float32; uint8 stores e4m3."""
     return (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float()
 
 
@@ -214,17 +214,17 @@ def dequantize_blocks(
 
 
 def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
-    """Return, for whole blocks and a short last one: the elements, their scales, and the length of a block."""
-    whole = size // block
+    """Return the elements, their scales and the block length, for the full blocks and for a short last one."""
+    full = size // block
     spans = [
-        (slice(0, whole * block), slice(0, whole), block),
-        (slice(whole * block, size), slice(whole, None), size % block),
+        (slice(0, full * block), slice(0, full), block),
+        (slice(full * block, size), slice(full, None), size % block),
     ]
     return [span for span in spans if span[0].stop > span[0].start]
 
 
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    """Compute f(gate) up, f silu or gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
+    """Compute f(gate) up for f silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
     if kind == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)
@@ -244,5 +244,5 @@ def activate_backward(
     if kind == "silu":
         return torch.ops.aten.silu_backward(grad * up, gate), grad * torch.nn.functional.silu(gate)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
-    of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=approximate)
-    return of_gate, grad * torch.nn.functional.gelu(gate, approximate=approximate)
+    grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=approximate)
+    return grad_gate, grad * torch.nn.functional.gelu(gate, approximate=approximate)

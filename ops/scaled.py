@@ -1,13 +1,13 @@
-"""LoRA operators on a base that is stored in 8 bits and computed in 16: weights are dequantised for each product.
+"""LoRA operators on a base stored in 8 bits and multiplied in 16 bits: weights are dequantized for each product.
 
 Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
-float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantised.
+float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
 
-This path serves checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
-8-bit product here, and every stored 8-bit base with exact products. The memory of a dequantised weight returns to
-torch's allocator when its product is queued, and the next one reuses it. Saved for the backward pass are the 8-bit
-Parameter itself and its scales: ZeRO-3 may free and gather it in between. The products are those of
-`zerolora::lora_forward`, on every device.
+This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), which have no 8-bit
+product here, and for every stored 8-bit base with exact products. A dequantized weight's memory returns to torch's
+allocator when its product is queued, and the next one reuses it. The backward saves the 8-bit Parameter itself
+and its scales, so ZeRO-3 may free and gather it in between. On every device the products are those of
+`zerolora::lora_forward`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ class ScaledWeight:
 def check_weights(
     x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int] | None = None
 ) -> None:
-    """Raise ValueError unless 8-bit weights fit x and have a scale for each block, or row without `block`."""
+    """Raise ValueError unless 8-bit weights fit x and have a scale for each block (without `block`, for each row)."""
     for value, scale in zip(values, scales, strict=True):
         if value.dim() != 2 or value.shape[1] != x.shape[-1]:
             raise ValueError(
@@ -62,13 +62,13 @@ def dequantizing_group(
     check: Callable[[Any], None],
     dense: Callable[[Any, int], Tensor],
 ) -> lora.Group:
-    """Return operators that compute `lora.lora_group` for weights that `dense` dequantises one at a time.
+    """Return operators that compute `lora.lora_group` for weights that `dense` dequantizes one at a time.
 
-    `dense` gets the operators' arguments and the index of a weight; the others as in `lora.Group`.
+    `dense` gets the operators' arguments and the index of a weight; for the others see `lora.Group`.
     """
 
-    def each(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """Yield for each weight its slice of the group, the weight dequantised, and its columns of h."""
+    def split_by_weight(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """Yield the slice of the group, the dequantized weight, and the columns of h for each weight."""
         begin = 0
         for index, down in enumerate(op.downs):
             end = begin + lora.padded_rank(down.shape[0])
@@ -77,18 +77,17 @@ def dequantizing_group(
 
     def forward(op: Any, h: Tensor) -> list[Tensor]:
         ys: list[Tensor] = []
-        for at, weight, own_h in each(op, h):
-            adapter = op.downs[at], op.ups[at], op.scales[at], op.p, op.seed
-            ys += torch.ops.zerolora.lora_forward(op.x, weight, op.biases[at], *adapter, own_h)[0]
+        for index, weight, h_columns in split_by_weight(op, h):
+            adapter = op.downs[index], op.ups[index], op.scales[index], op.p, op.seed
+            ys += torch.ops.zerolora.lora_forward(op.x, weight, op.biases[index], *adapter, h_columns)[0]
         return ys
 
     def backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         grad_x, grad_downs, grad_ups = op.x.new_empty(0), [], []
         needs = op.need_x, op.need_down, op.need_up
-        for at, weight, own_h in each(op, op.h):
-            part, downs, ups = torch.ops.zerolora.lora_backward(
-                op.grads[at], op.x, weight, op.downs[at], op.ups[at], own_h, op.scales[at], op.p, op.seed, *needs
-            )
+        for index, weight, h_columns in split_by_weight(op, op.h):
+            adapter = op.downs[index], op.ups[index], h_columns, op.scales[index], op.p, op.seed
+            part, downs, ups = torch.ops.zerolora.lora_backward(op.grads[index], op.x, weight, *adapter, *needs)
             grad_x = part if not grad_x.numel() else grad_x.add_(part)
             grad_downs += downs
             grad_ups += ups
@@ -108,7 +107,7 @@ _GROUP = dequantizing_group(
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """y = x W^T with W dequantised on the fly, and again for dX = dY W."""
+    """y = x W^T with W dequantized on the fly, and again for dX = dY W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Callable[..., Tensor], *stored: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stored = [each.data for each in ctx.saved_tensors]  # to be read once: checkpoints refuse a second time
+        stored = [each.data for each in ctx.saved_tensors]  # read only once: checkpoints refuse a second time
         none = (None,) * len(stored)
         if not ctx.needs_input_grad[0]:
             return None, None, *none
@@ -126,7 +125,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def frozen_linear(x: Tensor, dense: Callable[..., Tensor], stored: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Compute y = x W^T + bias for a frozen W = dense(*stored, dtype=...) without an adapter; needs no operator."""
+    """Compute y = x W^T + bias for a frozen W = dense(*stored, dtype=...) without an adapter."""
     y: Tensor = _FrozenProduct.apply(x, dense, *stored)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -146,9 +145,9 @@ def scaled_group(
     scales: Sequence[float],
     dropout: float = 0.0,
 ) -> list[Tensor]:
-    """Compute `lora.lora_group` for 8-bit weights that are dequantised; all weights need blocks of one size.
+    """Compute `lora.lora_group` for 8-bit weights that are dequantized; all weights need blocks of one size.
 
-    Raises ValueError: as `lora.lora_group`; a weight that is not gathered; scales that do not fit the blocks.
+    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or scales that do not fit.
     """
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")

@@ -1,8 +1,8 @@
 """Seeds of dropout masks, drawn on the device and replayed when a pass is repeated."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -11,42 +11,44 @@ _DRAWING = threading.local()
 
 
 class Seeds:
-    """Seeds drawn in one pass, to be replayed in the next: a CUDA graph cannot rewind the generator."""
+    """Seeds that are drawn in one pass and replayed in the next, because a CUDA graph cannot rewind the generator."""
 
     def __init__(self) -> None:
         self._drawn: list[Tensor] = []
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
+    def record(self) -> AbstractContextManager[None]:
         """Record every seed drawn within the context, on this thread."""
-        before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), self._keep
-        try:
-            yield
-        finally:
-            _DRAWING.draw = before
+        return _draw_by(self._draw_and_record)
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Return the recorded seeds, in order, to every draw within the context, on this thread."""
-        left = iter(self._drawn)
-        before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), lambda _: next(left)
-        try:
-            yield
-        finally:
-            _DRAWING.draw = before
+    def replay(self) -> AbstractContextManager[None]:
+        """Return the recorded seeds in order to the draws within the context, on this thread."""
+        recorded = iter(self._drawn)
+        return _draw_by(lambda _, __: next(recorded))
 
-    def _keep(self, device: torch.device) -> Tensor:
-        self._drawn.append(_fresh_seed(device))
+    def _draw_and_record(self, device: torch.device, count: int) -> Tensor:
+        self._drawn.append(_draw_new(device, count))
         return self._drawn[-1]
 
 
-def _fresh_seed(device: torch.device) -> Tensor:
-    return torch.randint(0, 2**62, (1,), device=device)
+def _draw_new(device: torch.device, count: int) -> Tensor:
+    return torch.randint(0, 2**62, (count,), device=device)
 
 
-def draw_seed(x: Tensor, p: float) -> Tensor | None:
-    """Draw one int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
+@contextmanager
+def _draw_by(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None]:
+    before, _DRAWING.draw = getattr(_DRAWING, "draw", _draw_new), draw
+    try:
+        yield
+    finally:
+        _DRAWING.draw = before
+
+
+def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
+    """Draw int64 [count] from torch's generator on the device of x, or return None for p = 0.
+
+    Recomputation and CUDA graphs draw the same numbers again.
+    """
     if p == 0.0:
         return None
-    seed: Tensor = getattr(_DRAWING, "draw", _fresh_seed)(x.device)
+    seed: Tensor = getattr(_DRAWING, "draw", _draw_new)(x.device, count)
     return seed

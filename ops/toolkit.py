@@ -1,4 +1,4 @@
-"""Which CUDA toolkits can build the operators for which cards."""
+"""CUDA toolkits and the GPU architectures they can build the operators for."""
 
 import re
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
 PTX = "compute_"
-"""Prefix of architectures given as PTX, which the driver compiles."""
-EVERYWHERE = ("75", "80", "86", "89", "90a")  # wgmma exists only in the architecture-specific target 90a
+"""Prefix of architectures built as PTX, which the driver compiles."""
+COMMON_ARCHITECTURES = ("75", "80", "86", "89", "90a")  # wgmma exists only in the architecture-specific target 90a
 
 
 class BuildError(RuntimeError):
-    """The operators cannot be built here; `unexpected` if all prerequisites are present."""
+    """The operators cannot be built; `unexpected` if all prerequisites exist."""
 
     def __init__(self, message: str, unexpected: bool = False) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ def toolkit_version() -> tuple[int, int]:
 
 
 def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
-    """Raise BuildError if nvcc has another major version than torch's CUDA."""
+    """Raise BuildError if the major versions of nvcc and torch's CUDA differ."""
     if toolkit[0] != int(torch_cuda.split(".")[0]):
         raise BuildError(
             f"nvcc {toolkit[0]}.{toolkit[1]} does not match torch {torch.__version__}, built with CUDA {torch_cuda}:"
@@ -48,10 +48,10 @@ def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> s
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
     if capability < (7, 5) and toolkit[0] >= 13:
         raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
-    return architecture(capability)
+    return architecture_name(capability)
 
 
-def architecture(capability: tuple[int, int]) -> str:
+def architecture_name(capability: tuple[int, int]) -> str:
     """Return the nvcc name of a card's architecture, '90a' for (9, 0)."""
     name = f"{capability[0]}{capability[1]}"
     return name + "a" if capability == (9, 0) else name
@@ -59,11 +59,11 @@ def architecture(capability: tuple[int, int]) -> str:
 
 def all_architectures(toolkit: tuple[int, int]) -> list[str]:
     """Return the architectures of a build ahead of time with this toolkit (12.0 or newer)."""
-    return [*(["70"] if toolkit[0] == 12 else []), *EVERYWHERE, *(["120"] if toolkit >= (12, 8) else [])]
+    return [*(["70"] if toolkit[0] == 12 else []), *COMMON_ARCHITECTURES, *(["120"] if toolkit >= (12, 8) else [])]
 
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:
-    """Return the flag with the capability of a PTX-only build, which the code running it cannot query."""
+    """Return the flag that tells a PTX-only build its capability, which its code cannot query."""
     ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 

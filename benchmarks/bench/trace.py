@@ -43,7 +43,7 @@ CATEGORIES = (
 _COMMUNICATION = re.compile(r"nccl|gloo:|c10d::", re.I)
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
-_DEQUANTIZATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
+_DEQUANTIZATION = re.compile(r"quantize|nf4|mxfp4|transpose_bytes|transpose_any_bytes|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 # Only torch's: a fused Mamba layer is named after its conv1d.
 _CONVOLUTION = re.compile(r"aten::\w*conv(\dd|olution)")

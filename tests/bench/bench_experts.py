@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--routing", default="ragged")
     parser.add_argument("--products", choices=["own", "torch"], default="own", help="who adds the adapter's term")
     options = parser.parse_args()
-    experts_kernels.OWN_PRODUCTS = options.products == "own"
+    experts_kernels.USE_PRODUCT_KERNEL = options.products == "own"
     ops.load("cuda")
     T, rank = options.tokens, options.rank
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_adapters_in_fp32(monkeypatch):
 @pytest.mark.parametrize("routing", ["ragged", "one", "doubled"])
 def test_products_of_torch(routing, rank, dtype, monkeypatch):
     """As on every card but Hopper: torch's grouped products, behind which our kernel adds the adapter's term."""
-    monkeypatch.setattr(experts_kernels, "OWN_PRODUCTS", False)
+    monkeypatch.setattr(experts_kernels, "USE_PRODUCT_KERNEL", False)
     layout = {"interleaved": rank == 24, "transposed": rank == 64, "p": 0.1 if rank == 24 else 0.0}
     problem = on_card(dtype, 300, 3, 7, 264, 136, rank, routing=routing, bias=rank == 64, **layout)
     if routing == "ragged":
@@ -120,7 +120,7 @@ def test_products_of_torch(routing, rank, dtype, monkeypatch):
 
 
 def test_products_of_torch_with_packed_weights(monkeypatch):
-    monkeypatch.setattr(experts_kernels, "OWN_PRODUCTS", False)
+    monkeypatch.setattr(experts_kernels, "USE_PRODUCT_KERNEL", False)
     for storage in ("nf4", "nested", "mxfp4"):
         check_packed(storage, torch.bfloat16, monkeypatch)
 

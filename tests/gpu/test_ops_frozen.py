@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ops
-from ops import plain, reference
+from ops import primitives, reference
 from tests.numerics import cases
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -46,7 +46,7 @@ def assert_one_rounding(got, x, w, h, q, bias=None, bits=None):
             return None if t is None else t.double().abs() if absolute else t.double()
 
         args = [widen(t) for t in x], [widen(t) for t in w], widen(h), widen(q), widen(bias)
-        return plain.reference_frozen_product(*args, bits)
+        return primitives.reference_frozen_product(*args, bits)
 
     truth, terms = wide(False), wide(True)
     depth = sum(t.shape[1] for t in x) + h.shape[1]

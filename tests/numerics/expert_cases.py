@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ops import experts, reference
 from ops.experts import Activation, ExpertAdapter, ExpertMatrix, ExpertWeights
+from ops.seeds import Seeds
 
 ROUTINGS = ("ragged", "even", "one", "skewed", "doubled")
 
@@ -195,16 +196,15 @@ def truth(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def run(problem: Problem, frozen: ExpertWeights | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """y and the gradients by the operator, with the problem's own seeds."""
+    """Return y and the operator's gradients with the problem's seeds."""
     trained = problem.trained()
     for tensor in trained.values():
         tensor.requires_grad_()
-    drawn = experts._draw_seeds
-    experts._draw_seeds = lambda x, p: problem.seed
-    try:
-        args = problem.hidden, problem.index, problem.weights, frozen or problem.frozen(), problem.adapter()
+    seeds = Seeds()
+    if problem.seed is not None:
+        seeds._drawn.append(problem.seed)
+    args = problem.hidden, problem.index, problem.weights, frozen or problem.frozen(), problem.adapter()
+    with seeds.replay():
         y = experts.experts_mlp(*args)
-    finally:
-        experts._draw_seeds = drawn
     grads = torch.autograd.grad(y, list(trained.values()), problem.grad)
     return y.detach(), dict(zip(trained, grads, strict=True))

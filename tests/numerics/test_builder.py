@@ -260,7 +260,7 @@ def test_a_build_in_the_package_or_the_cache_is_found_as_a_shared_one_is(shared,
 def test_a_build_that_cannot_be_loaded_is_one_line(shared):
     library = next(shared.glob("*/zerolora_lora.so"))
     library.write_bytes(b"broken")
-    with pytest.raises(BuildError, match=r"zerolora_lora\.so: .*build it again with --clean$"):
+    with pytest.raises(BuildError, match=r"zerolora_lora\.so: .*rebuild it with --clean$"):
         SmallBuilder(["80", "90a"]).build_into(shared)
 
 

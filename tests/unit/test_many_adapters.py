@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.lora import lora_group
-from ops.many import Bundle, add_adapters, enter
+from ops.many_adapters import Bundle, add_adapters, enter
 
 IN, OUTS = 24, (16, 40)
 CASES = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ops.fake_quantised import dequantised, fake_quantised, fake_quantised_linear, quantised_merged
+from ops.fake_quantize import dequantize, fake_quantize, fake_quantize_linear, quantize_merged
 from tests.plain_peft import plain_losses, rounded_by_torchao
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
@@ -54,7 +54,7 @@ def by_torchao(merged: Tensor, form: IntegerForm) -> Tensor:
 @FORMS
 def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
     _, weight, _, down, up = factors()
-    rounded = fake_quantised(weight, down, up, SCALE, form.quantize)
+    rounded = fake_quantize(weight, down, up, SCALE, form.quantize)
     merged = (weight + SCALE * (up @ down)).detach()
     assert torch.equal(rounded, by_torchao(merged, form))
     groups = merged.view(48, -1, form.group or 64)
@@ -67,7 +67,7 @@ def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
 def test_gradients_pass_straight_through(form: IntegerForm) -> None:
     """By hand: dM = dY^T x as if nothing had been rounded, dB = s dM A^T, dA = s B^T dM; dX sees the rounded weight."""
     x, weight, bias, down, up = factors()
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
+    y = fake_quantize_linear(x, weight, bias, down, up, SCALE, form.quantize)
     rounded = by_torchao((weight + SCALE * (up @ down)).detach(), form)
     torch.testing.assert_close(y, x @ rounded.t() + bias)
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
@@ -84,11 +84,11 @@ def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: In
     """Against plain autograd with the same mask: y = x Q^T + s ((m - 1)*x) A^T B^T, and Q straight through."""
     x, weight, bias, down, up = factors()
     torch.manual_seed(5)
-    y = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
+    y = fake_quantize_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     torch.manual_seed(5)
-    again = fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
+    again = fake_quantize_linear(x, weight, bias, down, up, SCALE, form.quantize, 0.5)
     assert torch.equal(y, again) and not torch.equal(
-        y, fake_quantised_linear(x, weight, bias, down, up, SCALE, form.quantize)
+        y, fake_quantize_linear(x, weight, bias, down, up, SCALE, form.quantize)
     )
     grad_y = torch.linspace(-1, 1, y.numel()).view(y.shape)
     ours = torch.autograd.grad(y, (x, down, up), grad_y)
@@ -108,11 +108,11 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
     """Scales are rounded to 16 bits before weights are: a server multiplies in that type and gets the same bits."""
     _, weight, _, down, up = factors(dtype)
     kind = IntegerForm("int8", None, dtype) if form == "int8" else IntegerForm("int4", 64, dtype)
-    values, scales = quantised_merged(weight, down, up, SCALE, kind.quantize)
+    values, scales = quantize_merged(weight, down, up, SCALE, kind.quantize)
     served = values.to(dtype).view(48, scales.shape[1], -1) * scales.to(dtype).unsqueeze(-1)
     assert torch.equal(scales, scales.to(dtype).float())
-    assert torch.equal(served.view(48, 64), fake_quantised(weight, down, up, SCALE, kind.quantize))
-    error = (dequantised(values, scales, torch.float32) - (weight.float() + SCALE * up.float() @ down.float())).abs()
+    assert torch.equal(served.view(48, 64), fake_quantize(weight, down, up, SCALE, kind.quantize))
+    error = (dequantize(values, scales, torch.float32) - (weight.float() + SCALE * up.float() @ down.float())).abs()
     assert error.max() < {"int8": 0.02, "int4": 0.25}[form]
 
 
@@ -127,15 +127,15 @@ def test_the_last_bit_of_a_sum_decides_nothing_at_the_edge_of_a_group(form: Inte
 
 def test_zeros_stay_and_nan_is_not_hidden() -> None:
     weight, down, up = torch.zeros(4, 64), torch.zeros(2, 64), torch.zeros(4, 2)
-    assert not fake_quantised(weight, down, up, 1.0, INT4.quantize).any()
+    assert not fake_quantize(weight, down, up, 1.0, INT4.quantize).any()
     weight[1, 3] = float("nan")
-    rounded = fake_quantised(weight, down, up, 1.0, INT8.quantize)
+    rounded = fake_quantize(weight, down, up, 1.0, INT8.quantize)
     assert rounded[1].isnan().all() and not rounded[[0, 2, 3]].any()
 
 
 def test_a_trained_base_weight_is_refused() -> None:
     x, weight, bias, down, up = factors()
-    y = fake_quantised_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantize)
+    y = fake_quantize_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantize)
     with pytest.raises(ValueError, match="no gradient of the base weight; freeze it"):
         y.sum().backward()
 
@@ -144,7 +144,7 @@ def test_between_the_passes_only_the_input_and_the_parameters_are_kept() -> None
     x, weight, bias, down, up = factors()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        fake_quantised_linear(x, weight, bias, down, up, SCALE, INT8.quantize, 0.25)
+        fake_quantize_linear(x, weight, bias, down, up, SCALE, INT8.quantize, 0.25)
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in (x, weight, down, up)}
 
 

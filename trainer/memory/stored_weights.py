@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ops.fake_quantised import ELEMENTS_AT_ONCE
+from ops.fake_quantize import ELEMENTS_AT_ONCE
 from trainer.config import QuantizationSection, TrainingSection, ZeroSection
 from trainer.patches.model_properties import ModelProperties
 

@@ -1,7 +1,7 @@
 """Compute adapted layers with their merged weight rounded to integers (training.qat).
 
-ops/fake_quantised.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
-on the unrounded base, which is what the SCU's divergence and `eval --base` compare with.
+ops/fake_quantize.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
+on the unrounded base: the SCU's divergence and `eval --base` compare with that.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.fake_quantised import fake_quantised_linear
+from ops.fake_quantize import fake_quantize_linear
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces, require
 from trainer.model.integer_weights import (
@@ -61,6 +61,6 @@ def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
         converted = x.to(base.weight.dtype)
         p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
-        return fake_quantised_linear(converted, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
+        return fake_quantize_linear(converted, base.weight, base.bias, down, up, scale, form.quantize, p).to(x.dtype)
 
     return forward

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many import Bundle, add_adapters, enter
+from ops.many_adapters import Bundle, add_adapters, enter
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper

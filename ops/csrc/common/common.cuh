@@ -28,11 +28,24 @@ template <typename T> __device__ __forceinline__ uint32_t pack2(float low, float
   return word;
 }
 
+// Packs 8 values into a 16-bit type.
+template <typename T> __device__ __forceinline__ uint4 pack8(const float (&v)[8]) {
+  return make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
+}
+template <typename T> __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint4*>(out) = pack8<T>(v);
+  } else {
+    reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory, or zeros where `valid` is false (the address is then not read).
+// Copies 16 bytes from global to shared memory; writes zeros and does not read the address if `valid` is false.
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
   const int bytes = valid ? 16 : 0;
@@ -82,7 +95,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// Both halves of a product in one instruction; a product of 64-bit integers costs one more addition.
+// Returns both halves of a product in one instruction; a product of 64-bit integers needs another addition.
 __device__ __forceinline__ uint2 multiply(uint32_t a, uint32_t b) {
   uint2 product;
   asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}"
@@ -107,11 +120,11 @@ __device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
   return make_uint4(c0, c1, c2, c3);
 }
 
-// Elements [t, 8*group .. 8*group + 7] share one Philox call, whatever the kernel or the type: the mask is a function
-// of (seed, t, d) and the width only. An element is kept when the low 15 bits of its number reach the threshold.
+// Elements [t, 8*group .. 8*group + 7] share one Philox call. The mask depends only on the seed, t, d and the width,
+// not on the kernel or the type. An element is kept if the low 15 bits of its number reach the threshold.
 struct Mask {
   uint64_t key = 0, groups = 0;
-  uint32_t thresholds = 0;  // one in each half of the word
+  uint32_t thresholds = 0;  // the threshold in each half of the word
   __device__ Mask(const Dropout& d, int64_t width)
       : key(d.seed == nullptr ? 0 : static_cast<uint64_t>(*d.seed)),
         groups(static_cast<uint64_t>((width + 7) / 8)),
@@ -119,13 +132,14 @@ struct Mask {
   __device__ __forceinline__ uint64_t counter(int64_t t, int64_t d) const {
     return static_cast<uint64_t>(t) * groups + static_cast<uint64_t>(d) / 8;
   }
-  // Both halves at once: the top bit of 0x8000 + number - threshold says "kept"; prmt spreads it over its half.
+  // Handles both halves at once: the top bit of 0x8000 + number - threshold means "keep"; prmt spreads it over its
+  // half.
   __device__ __forceinline__ uint32_t keep_bits(uint32_t word) const {
     uint32_t bits;
     asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(bits) : "r"((word | 0x80008000u) - thresholds));
     return bits;
   }
-  // All ones over the 16-bit values to keep, of the 8 elements of one call.
+  // Returns ones over the 16-bit values to keep among the 8 elements of one call.
   __device__ __forceinline__ uint4 draw(uint64_t counter) const {
     const uint4 n = philox(key, counter);
     return make_uint4(keep_bits(n.x), keep_bits(n.y), keep_bits(n.z), keep_bits(n.w));
@@ -149,11 +163,11 @@ template <int kCall> __device__ __forceinline__ uint4 unpack_kept(uint32_t word)
                     spread_kept<4 * kCall + 3>(word));
 }
 
-// First of the 4 ranks, out of 16 neighbouring ones, that a lane holds in a unit of partial sums (kernels.h).
+// Returns the first of the 4 ranks, out of 16 adjacent ones, that a lane holds in a unit of partial sums (kernels.h).
 __device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
-// A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: it must not
-// touch anything that the predecessor reads or writes before this call.
+// Waits for the previous kernel in the stream. A kernel launched with `launch_overlapped` may start before that one
+// ends; until this call it must not access memory that the other reads or writes.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -165,7 +179,16 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Lets a kernel use more than 48 KiB of shared memory; set in the driver once per kernel and device.
+// Calls `run` with a null pointer of the element type.
+template <typename Run> void by_type(DType dtype, Run run) {
+  switch (dtype) {
+    case DType::f32: run(static_cast<float*>(nullptr)); break;
+    case DType::f16: run(static_cast<__half*>(nullptr)); break;
+    case DType::bf16: run(static_cast<__nv_bfloat16*>(nullptr)); break;
+  }
+}
+
+// Allows a kernel more than 48 KiB of shared memory; calls the driver once per kernel and device.
 template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
   static std::atomic<int> allowed[64];
   int device = 0;
@@ -176,8 +199,8 @@ template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Programmatic dependent launch on cards that have it (9.0 and up): hides the start of a kernel behind the previous
-// one. `cluster`: number of CTAs with neighbouring block indices in a cluster.
+// Launches a kernel so that, on compute capability 9.0 and up, it may start while the previous one ends (programmatic
+// dependent launch). `cluster`: number of CTAs with consecutive block indices in a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlap,
                               int cluster, cudaStream_t stream, const Arguments&... arguments) {
@@ -197,6 +220,22 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int thre
     attributes[config.numAttrs++].val.clusterDim.z = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Returns how many CTAs run at once in clusters. A cluster is within a GPC, which may leave multiprocessors idle;
+// `fallback` is the number of clusters if the driver does not tell.
+template <typename Kernel>
+int count_concurrent_ctas(Kernel kernel, int grid, int threads, int shared_bytes, int cluster, int fallback) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid)), config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes), config.attrs = &attribute, config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  return (status == cudaSuccess && clusters > 0 ? clusters : fallback) * cluster;
 }
 
 }  // namespace zerolora

@@ -1,4 +1,4 @@
-// Hopper's own instructions (sm_90a): transaction barriers, the bulk tensor copy engine, warpgroup matrix products.
+// Instructions of Hopper (sm_90a): transaction barriers, the bulk tensor copy engine, warpgroup matrix products.
 #pragma once
 #include <cuda.h>
 
@@ -15,21 +15,20 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+#define ZL_WAIT(instruction)                                                             \
+  asm volatile("{\n.reg .pred done;\nagain:\n" instruction                               \
+               " done, [%0], %1;\n@done bra over;\nbra again;\nover:\n}" ::"r"(barrier), \
+               "r"(parity)                                                               \
+               : "memory")
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  ZL_WAIT("mbarrier.try_wait.parity.shared.b64");
 }
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  ZL_WAIT("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64");
+}
+#undef ZL_WAIT
 
-// A position in a ring of stages, and the parity of its barriers in this round.
+// A position in a ring of stages, and the parity of the barriers in this round.
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
@@ -38,38 +37,38 @@ struct Ring {
   }
 };
 
-// CTAs of a cluster run at the same time and can access each other's shared memory.
+// CTAs of a cluster run concurrently and can access each other's shared memory.
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-__device__ __forceinline__ void cluster_sync() {  // called by every thread, whatever its role
+__device__ __forceinline__ void cluster_sync() {  // every thread must call it
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// A release, as above, would wait for this thread's stores to device memory, microseconds on a busy card. This one only
-// publishes barriers after `fence.mbarrier_init`; the receivers must have waited for data sent to other CTAs.
+// Avoids the release above, which waits for this thread's stores to device memory: microseconds on a busy card. It only
+// publishes barriers after `fence.mbarrier_init`; receivers must wait for data from other CTAs separately.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Relaxed: it only signals that values were read, and using them has already waited for that. A release would also wait
-// for this thread's stores to device memory, microseconds on a busy card.
+// Relaxed: it only signals that values were read, and their use has already waited for that. A release would also wait
+// for this thread's stores to device memory.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// 16 bytes into another CTA's shared memory; that CTA's barrier counts the bytes.
+// Stores 16 bytes into another CTA's shared memory; that CTA's barrier counts the bytes.
 __device__ __forceinline__ void store_remote(uint32_t target, float4 v, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-// 16 bytes of this CTA's shared memory, or (remote) of another's.
+// Loads 16 bytes of this CTA's shared memory; `load_remote` does it from another CTA's.
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
@@ -86,26 +85,13 @@ __device__ __forceinline__ float4 load_remote(uint32_t address) {
                : "r"(address));
   return v;
 }
-// Barrier of some warps of a CTA; `threads` counts those that wait and those that only arrive.
+// Synchronizes some warps of a CTA; `threads` counts those that wait and those that only arrive.
 __device__ __forceinline__ void named_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void named_arrive(int threads) {
   asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
 }
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
-// Prefetches a tensor map. It is a launch parameter and may be read before the previous kernel has ended.
+// Prefetches a tensor map. As a launch parameter it may be read before the previous kernel ends.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -120,7 +106,8 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// The same to this address in every CTA of the cluster with its bit set; each CTA's own barrier counts its bytes.
+// Copies to this address in every CTA of the cluster with its bit set in `ctas`; each CTA's own barrier counts its
+// bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row, uint32_t barrier,
                                          uint16_t ctas) {
   asm volatile(
@@ -130,8 +117,8 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// The same for data that is read once: its lines are evicted from L2 first.
-__device__ __forceinline__ uint64_t first_to_leave() {
+// For data that is read once: its lines are evicted from L2 first.
+__device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
@@ -145,26 +132,27 @@ __device__ __forceinline__ void copy_box_once(uint32_t target, const CUtensorMap
       : "memory");
 }
 
-// A run of bytes, a multiple of 16, both ends aligned to 16.
+// Copies `bytes`, a multiple of 16, between addresses that are aligned to 16.
 __device__ __forceinline__ void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// Shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8, swizzle width.
-// kAtomBytes: stride between swizzle atoms along M or N where the rows run that way; operands one atom wide use none.
+// Returns a shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8,
+// swizzle width. kAtomBytes: stride between swizzle atoms along M or N if the rows run that way; unused by operands one
+// atom wide.
 enum class Swizzle : uint64_t { b128 = 1, b64 = 2, b32 = 3 };
 template <int kGroupBytes, Swizzle kSwizzle, int kAtomBytes = 16>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(kAtomBytes >> 4) << 16 |
          static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(kSwizzle) << 62;
 }
-// The descriptor `bytes` further on: one addition, because no shared-memory address overflows 32 bits.
+// Moves a descriptor forward by `bytes` with one addition: no shared-memory address overflows 32 bits.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return (descriptor & ~0xFFFFFFFFull) | (static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4));
 }
-template <int kBytes> __host__ __device__ constexpr Swizzle swizzle_of() {  // of rows of kBytes
+template <int kBytes> __host__ __device__ constexpr Swizzle row_swizzle() {  // of rows of kBytes
   return kBytes == 128 ? Swizzle::b128 : kBytes == 64 ? Swizzle::b64 : Swizzle::b32;
 }
 
@@ -174,7 +162,7 @@ template <int kPending = 0> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving accumulators across the asynchronous products.
+// Prevents the compiler from moving accumulators across the asynchronous products.
 template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
@@ -185,40 +173,22 @@ template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
 #define ZL_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define ZL_R32 ZL_R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 
-// c[64, 2 * kRegisters] += a[64,16] b[16, 2 * kRegisters]; trans: the operand's rows run along M (or N), not along K.
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[8], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type \
-               " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, %11;"    \
-               : ZL_C4(0), ZL_C4(4)                                        \
+// c[64, 2 * registers] += a[64,16] b[16, 2 * registers]; trans: the operand's rows run along M (or N), not along K.
+#define ZL_WGMMA(type, columns, outputs, operands, ...)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" outputs "}, " operands ";" \
+               : __VA_ARGS__                                                                                        \
                : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
+#define ZL_DEFINE_WGMMA(registers, ...)                                                  \
+  template <typename T, int kTransA, int kTransB>                                        \
+  __device__ __forceinline__ void wgmma(float (&c)[registers], uint64_t a, uint64_t b) { \
+    if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16", __VA_ARGS__);          \
+    else ZL_WGMMA("bf16", __VA_ARGS__);                                                  \
+  }
+ZL_DEFINE_WGMMA(8, "16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8, %9, 1, 1, 1, %10, %11", ZL_C4(0), ZL_C4(4))
+ZL_DEFINE_WGMMA(16, "32", ZL_R16, "%16, %17, 1, 1, 1, %18, %19", ZL_C16(0))
+ZL_DEFINE_WGMMA(32, "64", ZL_R32, "%32, %33, 1, 1, 1, %34, %35", ZL_C16(0), ZL_C16(16))
+#undef ZL_DEFINE_WGMMA
 #undef ZL_WGMMA
-}
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[16], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                                 \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" ZL_R16 \
-               "}, %16, %17, 1, 1, 1, %18, %19;"                                       \
-               : ZL_C16(0)                                                             \
-               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
-#undef ZL_WGMMA
-}
-template <typename T, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
-#define ZL_WGMMA(type)                                                                 \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" ZL_R32 \
-               "}, %32, %33, 1, 1, 1, %34, %35;"                                       \
-               : ZL_C16(0), ZL_C16(16)                                                 \
-               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
-  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
-  else ZL_WGMMA("bf16");
-#undef ZL_WGMMA
-}
 
 #define ZL_C64(i) ZL_C16(i), ZL_C16(i + 16), ZL_C16(i + 32), ZL_C16(i + 48)
 #define ZL_R128                                                                                              \
@@ -227,7 +197,7 @@ __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
   ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
   ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107" \
   ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-// 256 columns; whether it adds to c is decided at run time.
+// 256 columns; `add` selects at run time whether it adds to c.
 template <typename T, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool add) {
 #define ZL_WGMMA(type)                                                          \
@@ -242,8 +212,9 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, b
 #undef ZL_WGMMA
 }
 
-// Of the accumulators of a product 64 rows high, two pieces of 8 columns (2 * pair and the next) of row lane / 4 (+ 8:
-// half): two lanes trade, so that each holds 4 neighbours, from column 16 * pair + quad_column() on.
+// Takes two pieces of 8 columns (2 * pair and the next) in row lane / 4 (+ 8 if `half`) of the accumulators of a
+// product 64 rows high. Two lanes exchange values so that each holds 4 adjacent columns from 16 * pair + quad_column()
+// on.
 template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int half, int pair) {
   const bool odd = threadIdx.x % 2 == 1;
   const int i = pair * 8 + half * 2;
@@ -264,15 +235,15 @@ template <int kPending> __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Four matrices of 8 rows x 16 bytes: word i of a lane is its part of matrix i, as in the accumulators of a product;
-// lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
+// Stores four matrices of 8 rows x 16 bytes. Word i of a lane is its part of matrix i, as in the accumulators of a
+// product; lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 
-// cuTensorMapEncodeTiled through the runtime, so that the library links without libcuda.
+// Finds cuTensorMapEncodeTiled through the runtime, so that the library need not link libcuda.
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -304,7 +275,7 @@ inline cudaError_t make_map(CUtensorMap* map, DType dtype, const void* data, int
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = describe();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // new threads, such as autograd's, get a context late
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a new thread, such as autograd's, may have no context yet
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return cudaErrorInvalidValue;
     status = describe();

@@ -14,11 +14,11 @@ struct Quantized {
   Tensor q, scale;
 };
 
-// Quantises the concatenated rows of all parts, each part times its factors if it has any.
-Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at::ScalarType storage,
-                    const Tensor& like, cudaStream_t stream) {
-  TORCH_CHECK_VALUE(!parts.empty() && parts.size() <= kMaxSiblings, text(static_cast<int64_t>(parts.size())),
-                    " matrices to quantise: 1 to ", text(kMaxSiblings));
+// Quantizes the concatenated rows of all parts, each part times its factors if there are any.
+Quantized quantize_parts(const std::vector<Matrix>& parts, at::TensorList factors, at::ScalarType storage,
+                         const Tensor& like, cudaStream_t stream) {
+  TORCH_CHECK_VALUE(!parts.empty() && parts.size() <= kMaxGroup, text(static_cast<int64_t>(parts.size())),
+                    " matrices to quantize: must be 1 to ", text(kMaxGroup));
   TORCH_CHECK_VALUE(storage == at::kByte || storage == at::kChar, "storage=", c10::toString(storage),
                     ": expected uint8 (e4m3) or int8");
   Quantize job;
@@ -32,13 +32,13 @@ Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at
                    at::empty({job.T}, like.options().dtype(at::kFloat))};
   job.q = static_cast<uint8_t*>(result.q.mutable_data_ptr());
   job.scale = result.scale.mutable_data_ptr<float>();
-  check(launch_quantize(job, card_of(like), stream), "quantising rows");
+  check(launch_quantize(job, device_info(like), stream), "quantizing rows");
   return result;
 }
 
 void check_weights(const Tensor& x, at::TensorList weights, at::TensorList row_scales) {
   TORCH_CHECK_VALUE(weights.size() == row_scales.size(), text(weights.size()), " 8-bit weights, ",
-                    text(row_scales.size()), " row_scales: as many of each");
+                    text(row_scales.size()), " row_scales: need equal counts");
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor &weight = weights[i], &scale = row_scales[i];
     TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == x.size(-1) && weight.is_contiguous(), "8-bit weight ",
@@ -46,7 +46,7 @@ void check_weights(const Tensor& x, at::TensorList weights, at::TensorList row_s
                       "]; under ZeRO-3 gather the parameter first");
     TORCH_CHECK_VALUE((weight.scalar_type() == at::kByte || weight.scalar_type() == at::kChar) &&
                           weight.scalar_type() == weights[0].scalar_type(),
-                      "8-bit weight of type ", type_name(weight), ": all uint8 (e4m3) or all int8 are expected");
+                      "8-bit weight of type ", type_name(weight), ": expected all uint8 (e4m3) or all int8");
     TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == weight.size(0) && scale.scalar_type() == at::kFloat &&
                           scale.is_contiguous() && scale.device() == x.device() && weight.device() == x.device(),
                       "row_scale ", text(scale), " of type ", type_name(scale), " on ", scale.device().str(),
@@ -54,47 +54,47 @@ void check_weights(const Tensor& x, at::TensorList weights, at::TensorList row_s
   }
 }
 
-std::vector<int64_t> outputs_of(at::TensorList weights) {
+std::vector<int64_t> output_widths(at::TensorList weights) {
   std::vector<int64_t> outs;
   for (const Tensor& weight : weights) outs.push_back(weight.size(0));
   return outs;
 }
 
-// The group's weights transposed and concatenated: [I, sum of O], freed after one product.
-Tensor turned_weights(at::TensorList weights, cudaStream_t stream) {
-  Turn job;
+// Returns the group's weights transposed and concatenated, [I, sum of O]; they are freed after one product.
+Tensor transpose_weights(at::TensorList weights, cudaStream_t stream) {
+  TransposeBytes job;
   job.cols = weights[0].size(1);
   for (const Tensor& weight : weights) {
     job.part[job.parts++] = {static_cast<const uint8_t*>(weight.const_data_ptr()), weight.size(0)};
     job.ld += weight.size(0);
   }
-  const Tensor turned = at::empty({job.cols, job.ld}, weights[0].options());
-  job.target = static_cast<uint8_t*>(turned.mutable_data_ptr());
-  check(launch_turn(job, stream), "turning 8-bit weights");
-  return turned;
+  const Tensor transposed = at::empty({job.cols, job.ld}, weights[0].options());
+  job.target = static_cast<uint8_t*>(transposed.mutable_data_ptr());
+  check(launch_transpose_bytes(job, stream), "transposing 8-bit weights");
+  return transposed;
 }
 
-// dX = beta dX + u (g_q W_q), (g_q, u) the quantised rows of all v dY.
+// Computes dX = beta dX + u (g_q W_q), with (g_q, u) the quantized rows of all v dY.
 void frozen_gradient(const Matrix& target, const Quantized& g, at::TensorList weights, float beta, const Tensor& like,
                      cudaStream_t stream) {
-  scaled_product(target, {g.q, g.scale, turned_weights(weights, stream), {}}, beta, like, stream);
+  scaled_product(target, {g.q, g.scale, transpose_weights(weights, stream), {}}, beta, like, stream);
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(at::TensorList parts, at::TensorList factors, at::ScalarType storage) {
   TORCH_CHECK_VALUE(!parts.empty() && (factors.empty() || factors.size() == parts.size()), text(parts.size()),
-                    " parts, ", text(factors.size()), " factors: as many of each, or no factors");
+                    " parts, ", text(factors.size()), " factors: need equal counts, or no factors");
   const c10::cuda::CUDAGuard guard(parts[0].device());
   std::vector<Matrix> rows;
   for (size_t i = 0; i < parts.size(); ++i) {
-    rows.push_back(rows_of(parts[i]));
-    TORCH_CHECK_VALUE(rows[i].rows == rows[0].rows && rows[i].type == rows[0].type, "part ", text(parts[i]), " beside ",
-                      text(parts[0]), ": as many rows, of the same type");
+    rows.push_back(flatten_rows(parts[i]));
+    TORCH_CHECK_VALUE(rows[i].rows == rows[0].rows && rows[i].type == rows[0].type, "parts ", text(parts[0]), " and ",
+                      text(parts[i]), ": need the same number of rows and the same type");
     TORCH_CHECK_VALUE(factors.empty() || (factors[i].numel() == rows[i].cols && factors[i].is_contiguous() &&
                                           factors[i].scalar_type() == at::kFloat),
-                      "a factor of each column in float32 is expected");
+                      "factors: expected one float32 for each column");
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream(parts[0].get_device());
-  Quantized result = quantized(rows, factors, storage, parts[0], stream);
+  const auto stream = current_stream(parts[0]);
+  Quantized result = quantize_parts(rows, factors, storage, parts[0], stream);
   return {std::move(result.q), std::move(result.scale)};
 }
 
@@ -102,8 +102,7 @@ Tensor eight_bit_product(const Tensor& q, const Tensor& scale, const Tensor& rig
                          const std::optional<Tensor>& column_scale, bool fast) {
   const c10::cuda::CUDAGuard guard(q.device());
   const Tensor y = at::empty({q.size(0), right.size(0)}, q.options().dtype(at::kBFloat16));
-  scaled_product(rows_of(y), {q, scale, right, column_scale.value_or(Tensor()), fast}, 0.f, y,
-                 c10::cuda::getCurrentCUDAStream(q.get_device()));
+  scaled_product(flatten_rows(y), {q, scale, right, column_scale.value_or(Tensor()), fast}, 0.f, y, current_stream(q));
   return y;
 }
 
@@ -111,10 +110,10 @@ Tensor eight_bit_linear(const Tensor& x, const Tensor& weight, const Tensor& row
                         const std::optional<Tensor>& bias) {
   check_weights(x, weight, row_scale);
   const c10::cuda::CUDAGuard guard(x.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
-  const Quantized input = quantized({rows_of(x)}, {}, weight.scalar_type(), x, stream);
+  const cudaStream_t stream = current_stream(x);
+  const Quantized input = quantize_parts({flatten_rows(x)}, {}, weight.scalar_type(), x, stream);
   Tensor y = at::empty(shape_like(x, weight.size(0)), x.options());
-  scaled_product(rows_of(y), {input.q, input.scale, weight, row_scale}, 0.f, x, stream);
+  scaled_product(flatten_rows(y), {input.q, input.scale, weight, row_scale}, 0.f, x, stream);
   if (bias.has_value()) y.add_(*bias);
   return y;
 }
@@ -123,11 +122,11 @@ Tensor eight_bit_linear_backward(at::TensorList grads, at::TensorList weights, a
   const Tensor& like = grads[0];
   const c10::cuda::CUDAGuard guard(like.device());
   std::vector<Matrix> rows;
-  for (const Tensor& grad : grads) rows.push_back(rows_of(grad));
+  for (const Tensor& grad : grads) rows.push_back(flatten_rows(grad));
   Tensor grad_x = at::empty(shape_like(like, weights[0].size(1)), like.options());
-  const auto stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  frozen_gradient(rows_of(grad_x), quantized(rows, row_scales, weights[0].scalar_type(), like, stream), weights, 0.f,
-                  like, stream);
+  const auto stream = current_stream(like);
+  frozen_gradient(flatten_rows(grad_x), quantize_parts(rows, row_scales, weights[0].scalar_type(), like, stream),
+                  weights, 0.f, like, stream);
   return grad_x;
 }
 
@@ -137,13 +136,13 @@ std::tuple<Tensors, Tensor> eight_bit_forward(const Tensor& x, at::TensorList we
                                               const std::optional<Tensor>& h) {
   check_weights(x, weights, row_scales);
   Quantized input;
-  const auto write = [&](size_t i, const Matrix& y, const Matrix& rows, const Matrix& of_rank, const Matrix& up,
+  const auto write = [&](size_t i, const Matrix& y, const Matrix& rows, const Matrix& h_i, const Matrix& up,
                          const Tensor& bias, cudaStream_t stream) {
-    if (i == 0) input = quantized({rows}, {}, weights[0].scalar_type(), x, stream);  // once per group
+    if (i == 0) input = quantize_parts({rows}, {}, weights[0].scalar_type(), x, stream);  // once per group
     const Scaled frozen{input.q, input.scale, weights[i], row_scales[i]};
-    with_adapter(y, of_rank, up, bias, x, stream, [&](float beta) { scaled_product(y, frozen, beta, x, stream); });
+    write_with_adapter(y, h_i, up, bias, x, stream, [&](float beta) { scaled_product(y, frozen, beta, x, stream); });
   };
-  return group_forward(x, outputs_of(weights), biases, downs, ups, scales, p, seed, h, write);
+  return group_forward(x, output_widths(weights), biases, downs, ups, scales, p, seed, h, write);
 }
 
 std::tuple<Tensor, Tensors, Tensors> eight_bit_backward(at::TensorList grads, const Tensor& x, at::TensorList weights,
@@ -154,20 +153,20 @@ std::tuple<Tensor, Tensors, Tensors> eight_bit_backward(at::TensorList grads, co
                                                         bool need_up) {
   check_weights(x, weights, row_scales);
   Quantized g;
-  // Before the other passes over dY, because the end of dY is still in L2 from its producer.
-  const auto quantize = [&](const std::vector<Outer>& siblings, cudaStream_t stream) {
+  // Runs before the other passes over dY, because the end of dY is still in L2.
+  const auto quantize = [&](const std::vector<Outer>& projections, cudaStream_t stream) {
     std::vector<Matrix> rows;
-    for (const Outer& sibling : siblings) rows.push_back(sibling.grad);
-    g = quantized(rows, row_scales, weights[0].scalar_type(), x, stream);
+    for (const Outer& projection : projections) rows.push_back(projection.grad);
+    g = quantize_parts(rows, row_scales, weights[0].scalar_type(), x, stream);
   };
   const auto gradient = [&](const std::vector<Outer>&, const Matrix& dh, const Matrix& all_downs,
                             const Dropout& dropout, cudaStream_t stream) {
     Tensor grad_x = at::empty(x.sizes(), x.options());
-    const Matrix target = rows_of(grad_x);
+    const Matrix target = flatten_rows(grad_x);
     const bool adapter_first = target.rows >= kFewTokens;
-    if (adapter_first) adapters_part_of_x(target, dh, all_downs, false, dropout, x, stream);
+    if (adapter_first) adapter_gradient_of_x(target, dh, all_downs, false, dropout, x, stream);
     frozen_gradient(target, g, weights, adapter_first ? 1.f : 0.f, x, stream);
-    if (!adapter_first) adapters_part_of_x(target, dh, all_downs, true, dropout, x, stream);
+    if (!adapter_first) adapter_gradient_of_x(target, dh, all_downs, true, dropout, x, stream);
     return grad_x;
   };
   return group_backward(grads, x, downs, ups, h, scales, p, seed, need_x, need_down, need_up, gradient, quantize);

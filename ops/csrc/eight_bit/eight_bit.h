@@ -1,4 +1,4 @@
-// The torch-free interface of the kernels around 8-bit products. Legend: T tokens, K depth, N columns of a product.
+// The torch-free interface of the kernels for 8-bit products. Legend: T tokens, K depth, N columns of a product.
 #pragma once
 #include "kernels.h"
 
@@ -10,12 +10,12 @@ struct QuantizePart {
   const float* factor = nullptr;  // [width], null: 1
 };
 
-// q[T,K] = round(z / scale), scale[T] = max(largest of |z| / 448 (e4m3) or 127 (int8), 2^-100), for the rows z of all
-// parts side by side, each times its factors. A NaN in a row makes its scale NaN.
+// q[T,K] = round(z / scale), scale[T] = max(largest of |z| / 448 (e4m3) or 127 (int8), 2^-100), for rows z that are
+// the concatenated rows of all parts, each times its factors. A NaN in a row makes its scale NaN.
 struct Quantize {
   DType dtype = DType::bf16;
   bool fp8 = true;
-  QuantizePart part[kMaxSiblings];
+  QuantizePart part[kMaxGroup];
   int parts = 0;
   int64_t T = 0, K = 0;
   uint8_t* q = nullptr;
@@ -23,28 +23,27 @@ struct Quantize {
 };
 cudaError_t launch_quantize(const Quantize& job, const Device& device, cudaStream_t stream);
 
-struct TurnPart {
+struct TransposePart {
   const uint8_t* source = nullptr;  // [rows, cols], contiguous
   int64_t rows = 0;
 };
 
-// target[i, j] = source[j, i], bytes, of all parts side by side; target has rows of ld bytes.
-struct Turn {
-  TurnPart part[kMaxSiblings];
+// target[i, j] = source[j, i] in bytes, for the concatenated rows of all parts; target has rows of ld bytes.
+struct TransposeBytes {
+  TransposePart part[kMaxGroup];
   int parts = 0;
   int64_t cols = 0;
   uint8_t* target = nullptr;
   int64_t ld = 0;
 };
-cudaError_t launch_turn(const Turn& job, cudaStream_t stream);
+cudaError_t launch_transpose_bytes(const TransposeBytes& job, cudaStream_t stream);
 
-// y[T,N] (+)= row[T] sums[T,N] column[N] + bias[N]; sums are contiguous int32; column or bias may be null.
+// y[T,N] (+)= row[T] sums[T,N] column[N]; sums are contiguous int32; column may be null.
 struct Rescale {
   DType dtype = DType::bf16;
   const int32_t* sums = nullptr;
   int64_t T = 0, N = 0;
   const float *row = nullptr, *column = nullptr;
-  const void* bias = nullptr;
   void* y = nullptr;
   int64_t ldy = 0;
   bool accumulate = false;

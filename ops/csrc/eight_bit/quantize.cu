@@ -1,5 +1,5 @@
-// Quantises rows of 16 or 32 bits to 8, each by its largest magnitude, reading memory once. The gradients of a group
-// are concatenated into one matrix, multiplied by the scales of their weights' rows.
+// Quantizes rows of 16 or 32 bits to 8 bits by their largest magnitude, reading memory once. The gradients of a group
+// are concatenated into one matrix and multiplied by the scales of their weights' rows.
 #include <algorithm>
 #include <cuda_fp8.h>
 
@@ -9,12 +9,12 @@
 namespace zerolora {
 namespace {
 
-constexpr int kVector = 8;     // values that a thread takes at once
-constexpr int kHeld = 4;       // vectors of a row that a thread has
-constexpr int kStages = 3;     // rows that a CTA has at once: one that it works on, the others on their way
-constexpr int kThreads = 896;  // most of a multiprocessor, in one or more CTAs: more would have too few registers
+constexpr int kVector = 8;     // values that a thread loads at once
+constexpr int kHeld = 4;       // vectors of a row per thread
+constexpr int kStages = 3;     // rows that a CTA has at once: one is processed, the others are being copied
+constexpr int kThreads = 896;  // per multiprocessor, in one or more CTAs: more would leave too few registers
 constexpr int kMostWarps = 32;
-constexpr int kWideHeld = 7, kWideThreads = 1024;  // of a wider row
+constexpr int kWideHeld = 7, kWideThreads = 1024;  // for wider rows
 constexpr float kSmallest = 0x1p-100f;
 
 struct Origin {
@@ -23,16 +23,16 @@ struct Origin {
 };
 struct Args {
   Quantize job;
-  int end[kMaxSiblings];  // of each part, in vectors
-  Origin origin[kMaxSiblings];
+  int end[kMaxGroup];  // of each part, in vectors
+  Origin origin[kMaxGroup];
 };
 
-// Magnitudes compare as their bits do, and a NaN is above all of them.
+// The bits of magnitudes compare like the magnitudes, and those of a NaN are largest.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
-// Of a CTA's threads; a second call may not take the same words of shared memory before a third one.
-__device__ __forceinline__ uint32_t largest_of_row(uint32_t largest, uint32_t (&of_warp)[kMostWarps]) {
-  const auto of_lanes = [](uint32_t value) {
+// Returns the maximum over a CTA's threads; consecutive calls must use different words of shared memory.
+__device__ __forceinline__ uint32_t row_maximum(uint32_t largest, uint32_t (&warp_maxima)[kMostWarps]) {
+  const auto warp_maximum = [](uint32_t value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_max_sync(~0u, value);
 #else
@@ -41,13 +41,13 @@ __device__ __forceinline__ uint32_t largest_of_row(uint32_t largest, uint32_t (&
     return value;
 #endif
   };
-  largest = of_lanes(largest);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  largest = warp_maximum(largest);
+  if (threadIdx.x % 32 == 0) warp_maxima[threadIdx.x / 32] = largest;
   __syncthreads();
-  return of_lanes(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0);
+  return warp_maximum(threadIdx.x % 32 < blockDim.x / 32 ? warp_maxima[threadIdx.x % 32] : 0);
 }
 
-template <bool kFp8> __device__ __forceinline__ float scale_of(uint32_t largest) {
+template <bool kFp8> __device__ __forceinline__ float compute_scale(uint32_t largest) {
   const float scale = __fdiv_rn(__uint_as_float(largest), kFp8 ? 448.f : 127.f);
   return scale < kSmallest ? kSmallest : scale;
 }
@@ -62,7 +62,7 @@ template <bool kFp8> __device__ __forceinline__ uint32_t pack(float a, float b, 
   }
 }
 
-// The part a vector belongs to, and its columns there.
+// The part that a vector belongs to, and its first column there.
 struct Place {
   int part, column;
   __device__ __forceinline__ Place(const Args& a, int vector) : part(0) {
@@ -84,7 +84,8 @@ struct Place {
 };
 
 template <typename T> __device__ __forceinline__ void spread(float (&v)[kVector], const uint4& raw) {
-  if constexpr (std::is_same<T, __nv_bfloat16>::value) {  // left to itself the compiler takes three steps for a pair
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {  // by hand, because the compiler needs three instructions for
+                                                          // a pair
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -101,22 +102,22 @@ template <bool kFp8> __device__ __forceinline__ uint2 packed(const float (&v)[kV
   return make_uint2(pack<kFp8>(v[0], v[1], v[2], v[3]), pack<kFp8>(v[4], v[5], v[6], v[7]));
 }
 
-__device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // neither is negative: one instruction
+__device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // one instruction, as neither is negative
   return static_cast<uint64_t>(static_cast<uint32_t>(row)) * width;
 }
 
-// 16-bit values, in whole vectors of 16 bytes. CTAs are persistent and process many rows; their threads keep the
-// factors of the columns in registers. A thread only reads values it copied itself, so rows need no barrier. The last
-// rows are processed first: they are still in L2 from the previous kernel.
+// For 16-bit values in vectors of 16 bytes. CTAs are persistent and process many rows; their threads keep the factors
+// of the columns in registers. A thread only reads values it copied itself, so rows need no barrier. The last rows are
+// processed first because they are still in L2 from the previous kernel.
 template <typename T, bool kFp8, bool kFactors>
 __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 ring[];  // [stage][vector of a thread][thread]
-  __shared__ uint32_t of_warp[2][kMostWarps];
+  __shared__ uint32_t warp_maxima[2][kMostWarps];
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int vectors = static_cast<int>(a.job.K / kVector);
   const int stride = static_cast<int>(gridDim.x), first = static_cast<int>(a.job.T) - 1 - static_cast<int>(blockIdx.x);
   const auto held = [&](int i) { return thread + i * threads < vectors; };
-  uint32_t parts = 0;  // of the vectors, a byte each
+  uint32_t parts = 0;  // of this thread's vectors, a byte each
   float factor[kHeld][kVector];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -147,10 +148,10 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_cons
       float v[kVector];
       spread<T>(v, mine[i * threads]);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e)  // |v f| as |v| |f|: a product takes magnitudes at no cost
+      for (int e = 0; e < kVector; ++e)  // |v f| as |v| |f|: magnitudes of operands are free
         largest = max(largest, kFactors ? __float_as_uint(fabsf(v[e]) * fabsf(factor[i][e])) : magnitude(v[e]));
     }
-    const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp[turn])), inverse = __frcp_rn(scale);
+    const float scale = compute_scale<kFp8>(row_maximum(largest, warp_maxima[turn])), inverse = __frcp_rn(scale);
     if (thread == 0) a.job.scale[row] = scale;
     uint8_t* const q = a.job.q + wide_product(row, static_cast<uint32_t>(a.job.K));
 #pragma unroll
@@ -166,10 +167,10 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_cons
   }
 }
 
-// The same for rows that are wider than quantize_kernel takes, or for a card older than Ampere: one CTA a row.
+// For rows too wide for quantize_kernel, and for cards older than Ampere: one CTA per row.
 template <typename T, bool kFp8>
 __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __grid_constant__ Args a) {
-  __shared__ uint32_t of_warp[kMostWarps];
+  __shared__ uint32_t warp_maxima[kMostWarps];
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(a.job.K / kVector);
   uint4 raw[kWideHeld];
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __gri
 #pragma unroll
     for (float each : v) largest = max(largest, magnitude(each));
   });
-  const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp)), inverse = __frcp_rn(scale);
+  const float scale = compute_scale<kFp8>(row_maximum(largest, warp_maxima)), inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) a.job.scale[row] = scale;
   each([&](const uint4& from, const Place& place, int vector) {
     float v[kVector];
@@ -207,10 +208,10 @@ __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __gri
   });
 }
 
-// Any type, width and alignment: value by value, read twice.
+// For any type, width and alignment: value by value, read twice.
 template <typename T, bool kFp8> __global__ void __launch_bounds__(256)
     quantize_any_kernel(const __grid_constant__ Args a) {
-  __shared__ uint32_t of_warp[kMostWarps];
+  __shared__ uint32_t warp_maxima[kMostWarps];
   const int64_t row = blockIdx.x;
   const auto each = [&](auto use) {
     int64_t at = 0;
@@ -223,24 +224,24 @@ template <typename T, bool kFp8> __global__ void __launch_bounds__(256)
   };
   uint32_t largest = 0;
   each([&](int64_t, float value) { largest = max(largest, magnitude(value)); });
-  const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp)), inverse = __frcp_rn(scale);
+  const float scale = compute_scale<kFp8>(row_maximum(largest, warp_maxima)), inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) a.job.scale[row] = scale;
   each([&](int64_t at, float value) {
     a.job.q[row * a.job.K + at] = static_cast<uint8_t>(pack<kFp8>(value * inverse, 0.f, 0.f, 0.f));
   });
 }
 
-// False where a row is too wide.
+// Returns false if the rows are too wide.
 template <typename T, bool kFp8, bool kFactors>
-bool start_staying(const Args& args, const Device& device, cudaStream_t stream) {
+bool start_persistent(const Args& args, const Device& device, cudaStream_t stream) {
   constexpr int kLanes = 32 * kHeld;
   const int64_t vectors = args.job.K / kVector, warps = (vectors + kLanes - 1) / kLanes;
   if (device.capability < 80 || warps > kThreads / 32) return false;
   const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
-  constexpr int kOther = 2048;  // other shared bytes of a CTA
+  constexpr int kOther = 2048;  // further shared memory of a CTA, in bytes
   constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
   if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
-  // Several CTAs must fit at once, not only one.
+  // Without this, shared memory may suffice for only one CTA.
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int at_once = std::min(kThreads / threads, device.shared_bytes_sm / (bytes + kOther));
   const int64_t blocks = std::min<int64_t>(args.job.T, device.multiprocessors * at_once);
@@ -254,8 +255,8 @@ void start(const Args& args, bool in_vectors, const Device& device, cudaStream_t
   if constexpr (sizeof(T) == 2) {
     bool factors = false;
     for (int i = 0; i < args.job.parts; ++i) factors = factors || args.job.part[i].factor != nullptr;
-    if (in_vectors && (factors ? start_staying<T, kFp8, true>(args, device, stream)
-                               : start_staying<T, kFp8, false>(args, device, stream)))
+    if (in_vectors && (factors ? start_persistent<T, kFp8, true>(args, device, stream)
+                               : start_persistent<T, kFp8, false>(args, device, stream)))
       return;
     if (in_vectors && args.job.K <= kVector * kWideHeld * kWideThreads)
       return quantize_wide_kernel<T, kFp8><<<rows, kWideThreads, 0, stream>>>(args);

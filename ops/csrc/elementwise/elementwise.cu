@@ -1,20 +1,18 @@
-// SiLU or GELU times another matrix, and rotary embedding: one pass over memory each.
+// SiLU or GELU times another matrix, and rotary embedding, in one pass over memory each.
 #include "vectors.cuh"
 
 namespace zerolora {
 namespace {
 
-// ---- SiLU or GELU times another matrix ----------------------------------------------------------------------------
-
 constexpr int kThreads = 256, kUnroll = 2;
 
 template <typename T> __device__ __forceinline__ float sigmoid(float v) {
-  // The fast forms are good to 2^-21: far below the rounding of 16-bit types, and the kernel stays bound by memory.
+  // The fast versions have errors of 2^-21, far below the rounding of 16-bit types, and keep the kernel memory-bound.
   if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-v));
   else return __fdividef(1.f, 1.f + __expf(-v));
 }
 
-// f(v) and, if needed, its slope.
+// f(v) and its slope.
 struct Value {
   float value, slope;
 };
@@ -26,12 +24,12 @@ template <typename T, Activation kActivation> __device__ __forceinline__ Value a
   // (1 + tanh(z)) / 2 is sigmoid(2 z).
   constexpr float kTwice = 1.5957691216057308f, kCube = 0.044715f;
   const float z = kTwice * v * (1.f + kCube * v * v), s = sigmoid<T>(z);
-  // The slope multiplies 1 - s by v^3, and with it the rounding error of the subtraction from 1, 2^-25 in fp32.
+  // The slope multiplies 1 - s by v^3, including the rounding error of the subtraction, which is 2^-25 in fp32.
   const float rest = sizeof(T) == 4 ? sigmoid<T>(-z) : 1.f - s;
   return {v * s, s * (1.f + v * rest * kTwice * (1.f + 3.f * kCube * v * v))};
 }
 
-// A block processes kThreads * kUnroll vectors of one row, which has `chunks` such pieces.
+// A block processes one piece of a row: kThreads * kUnroll vectors. A row has `chunks` pieces.
 struct Piece {
   int64_t t, begin;
   __device__ Piece(unsigned chunks, int width)
@@ -109,7 +107,7 @@ cudaError_t launch_gated(GatedMul job, bool backward, cudaStream_t stream) {
   if (job.T == 0 || job.D == 0) return cudaSuccess;
   const bool dense =
       job.gate.ld == job.D && job.up.ld == job.D && (!backward || (job.grad.ld == job.D && job.ld_grads == job.D));
-  if (dense) {  // one long row: no chunk is cut short at the end of a token
+  if (dense) {  // one long row, so that no chunk ends early at the end of a token
     job.D *= job.T, job.T = 1;
     job.gate.ld = job.up.ld = job.grad.ld = job.ld_grads = job.D;
   }
@@ -124,8 +122,7 @@ cudaError_t launch_gated(GatedMul job, bool backward, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// ---- Rotary embedding: a block per token, a thread per pair of vectors ---------------------------------------------
-
+// Rotary embedding: a block per token, a thread per pair of vectors.
 constexpr int kRopeThreads = 512;
 
 template <typename T, int W> __global__ void __launch_bounds__(kRopeThreads) rope_kernel(const Rope a) {

@@ -1,5 +1,5 @@
-// The torch-free interface of the element-wise kernels: every pointer is device memory, every launch goes to the given
-// stream. Legend: T tokens (leading dimensions flattened), D width of a row. Arithmetic is fp32 whatever the type.
+// The torch-free interface of the element-wise kernels. Pointers are device memory; launches go to the given stream.
+// Legend: T tokens (leading dimensions flattened), D width of a row. Arithmetic is fp32 for every type.
 #pragma once
 #include "kernels.h"
 
@@ -12,7 +12,7 @@ struct Rows {
 };
 
 // y[t,d] = x[t,d] rstd[t] (offset + w[d]),  rstd[t] = (mean over d of x[t,d]^2 + eps)^(-1/2).
-// With offset 0 the normalised value is rounded to the type before the weight (Llama), otherwise not (Gemma).
+// With offset 0 the normalized value is rounded to the type before it is multiplied (Llama), otherwise not (Gemma).
 struct RmsNorm {
   DType dtype = DType::f32;
   Rows x;
@@ -20,11 +20,11 @@ struct RmsNorm {
   int64_t T = 0, D = 0;
   float eps = 0.f, offset = 0.f;
   float* rstd = nullptr;  // [T], written by the forward, read by the backward
-  Rows grad;              // of y; the backward alone
+  Rows grad;              // of y; backward only
   void* out = nullptr;    // y, or the gradient of x; [T,D]
 };
-// The widest row: cudaErrorInvalidValue above it. `aligned`: rows and weight lie on 16 bytes and D is a whole number of
-// 16-byte vectors.
+// Returns the widest supported row; wider ones give cudaErrorInvalidValue. `aligned`: rows and weight are aligned to 16
+// bytes, and D is a multiple of a 16-byte vector.
 int64_t widest_rms_norm(DType dtype, bool aligned);
 cudaError_t launch_rms_norm(const RmsNorm& job, cudaStream_t stream);
 cudaError_t launch_rms_norm_backward(const RmsNorm& job, cudaStream_t stream);
@@ -54,9 +54,9 @@ struct Heads {
   void* out = nullptr;  // contiguous [B, T, heads, D]
 };
 
-// Of the first R of D elements of every head, with i < R/2:
+// Rotates the first R of D elements of every head; with i < R/2:
 //     y[i] = x[i] cos[i] - x[i+R/2] sin[i]              y[i+R/2] = x[i+R/2] cos[i+R/2] + x[i] sin[i+R/2]
-// and its transpose for the backward; the other D - R are copied.
+// or applies the transpose, for the backward; the other D - R are copied.
 struct Rope {
   DType dtype = DType::f32;
   Heads q, k;

@@ -1,16 +1,16 @@
-// RMSNorm and its derivative: one pass over memory each, no atomics (the same bits every run). A team of threads
-// (blockDim.x) keeps a row in registers, V vectors of W elements each.
+// RMSNorm and its derivative in one pass over memory each, without atomics, so that results are bitwise reproducible. A
+// team of threads (blockDim.x) keeps a row in registers, V vectors of W elements per thread.
 #include "vectors.cuh"
 
 namespace zerolora {
 namespace {
 
 constexpr int kNormThreads = 512;                               // most threads of a team
-constexpr int kNormBlock = 256;                                 // threads of a block with teams of at most a warp
-template <int W> constexpr int kMostVectors = W == 1 ? 16 : 8;  // a thread's: what fits its registers
+constexpr int kNormBlock = 256;                                 // threads of a block if teams are at most a warp
+template <int W> constexpr int kMostVectors = W == 1 ? 16 : 8;  // per thread: as many as fit its registers
 
-// Adds over a team, always in the same order; all threads get the sum. May be called once per kernel: the shared words
-// are not protected against reuse.
+// Adds over a team in a fixed order; all threads get the sum. Call it once per kernel: the shared words are not
+// protected against reuse.
 __device__ __forceinline__ float team_sum(float value) {
   const int team = static_cast<int>(blockDim.x);
   for (int step = min(team, 32) / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
@@ -27,7 +27,7 @@ __device__ __forceinline__ float team_sum(float value) {
 struct Position {
   int64_t t;
   bool active;
-  // Teams past the last row repeat it and store nothing: their warp needs them in the sum.
+  // Teams past the last row repeat it and store nothing, because their warp needs them for the sum.
   __device__ explicit Position(int64_t T) : t(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) {
     active = t < T;
     t = active ? t : T - 1;

@@ -1,23 +1,15 @@
-// Helpers of the element-wise kernels: 16 bytes at a time if the addresses allow it.
+// Helpers of the element-wise kernels, which access 16 bytes at a time if the addresses allow it.
 #pragma once
 #include "common.cuh"
 #include "elementwise.h"
 
 namespace zerolora {
 
-// W neighbours, loaded and stored in one instruction.
-template <int kBytes> struct WordOf;
-template <> struct WordOf<2> {
-  using type = unsigned short;
-};
-template <> struct WordOf<4> {
-  using type = unsigned int;
-};
-template <> struct WordOf<16> {
-  using type = uint4;
-};
+// W adjacent elements, loaded and stored in one instruction.
 template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
-  using Word = typename WordOf<sizeof(T) * W>::type;
+  static constexpr int kBytes = sizeof(T) * W;
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 16);
+  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 4, unsigned int, unsigned short>>;
   T values[W];
 };
 template <typename T, int W> __device__ __forceinline__ Pack<T, W> load(const T* from) {
@@ -29,7 +21,7 @@ template <typename T, int W> __device__ __forceinline__ Pack<T, W> load(const T*
 template <typename T, int W> __device__ __forceinline__ void store(T* to, const Pack<T, W>& pack) {
   typename Pack<T, W>::Word word;
   memcpy(&word, &pack, sizeof(word));
-  // The intrinsic: left to itself the compiler splits some 16-byte stores into words of 4.
+  // Use the intrinsic because the compiler splits some 16-byte assignments into 4-byte stores.
   __stwb(reinterpret_cast<typename Pack<T, W>::Word*>(to), word);
 }
 // Elements of a 16-byte vector.
@@ -40,15 +32,6 @@ inline bool on_vector(const Rows& rows, int width) { return on_vector(rows.data)
 inline bool on_vector(const Heads& side, int width) {
   return on_vector(side.data) && on_vector(side.out) && side.stride_b % width == 0 && side.stride_h % width == 0 &&
          side.stride_t % width == 0;
-}
-
-// Calls `run` with a null pointer of the element type.
-template <typename Run> void by_type(DType dtype, Run run) {
-  switch (dtype) {
-    case DType::f32: run(static_cast<float*>(nullptr)); break;
-    case DType::f16: run(static_cast<__half*>(nullptr)); break;
-    case DType::bf16: run(static_cast<__nv_bfloat16*>(nullptr)); break;
-  }
 }
 
 }  // namespace zerolora

@@ -1,4 +1,4 @@
-// Y[T,D] (+)= keep * (H[T,R] Q^T) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
+// Y[T,D] (+)= keep * (H[T,R] Q^T) + bias on mma.sync: reads little and writes Y once in 16-byte pieces.
 // It prefills the output that the frozen product then accumulates into (beta = 1).
 #include <algorithm>
 
@@ -14,9 +14,9 @@ template <typename T> __device__ __forceinline__ uint4 load16(const T* address, 
   return valid ? *reinterpret_cast<const uint4*>(address) : make_uint4(0, 0, 0, 0);
 }
 
-// In C of m16n8 a thread holds columns 2c, 2c+1 of each 8. The columns of a group of 32 are dealt to four such products
-// so that a thread's 8 values are neighbours in memory, one 16-byte store: column 8c + 2j + e is column 2c + e of
-// product j.
+// In C of m16n8 a thread holds columns 2c and 2c+1 of each 8. The columns of a group of 32 are distributed over four
+// such products so that a thread's 8 values are adjacent in memory, one 16-byte store: column 8c + 2j + e is column 2c
+// + e of product j.
 __device__ __forceinline__ int shared_row(int column) {
   return column / kGroup * kGroup + column % 8 / 2 * 8 + column % kGroup / 8 * 2 + column % 2;
 }
@@ -31,10 +31,11 @@ template <typename T> __device__ __forceinline__ void load_q(T* shared, const Ex
   }
 }
 
-// From Q by rank, R a multiple of 8: a thread reads one column, its neighbours in the warp the adjacent columns.
+// Loads Q stored by rank, with R a multiple of 8. Each thread reads one column; threads of a warp read adjacent
+// columns.
 template <typename T, int kSteps>
 __device__ __forceinline__ void load_q_by_rank(T* shared, const Expand& e, int64_t col0, int depth) {
-  constexpr int kBatch = kSteps > 0 ? kSteps : 1;  // all in flight before the first is stored
+  constexpr int kBatch = kSteps > 0 ? kSteps : 1;  // loads in flight before the first is stored
   const int col = threadIdx.x % kCols;
   for (int first = threadIdx.x / kCols * 8; first < depth; first += kBatch * 16) {
     T values[kBatch][8];
@@ -55,7 +56,7 @@ __device__ __forceinline__ void load_q_by_rank(T* shared, const Expand& e, int64
   }
 }
 
-// The A operand of m16n8k16 straight from H: it is small and stays in the caches.
+// Loads the A operand of m16n8k16 directly from H, which is small and stays in the caches.
 template <typename T> __device__ __forceinline__ void load_a(uint32_t (&a)[4], const Expand& e, int64_t row, int rank) {
   const T* const h = static_cast<const T*>(e.h);
 #pragma unroll
@@ -66,7 +67,7 @@ template <typename T> __device__ __forceinline__ void load_a(uint32_t (&a)[4], c
   }
 }
 
-// Stores a 16-byte piece of a row; kAdd: bias and the old values join in fp32.
+// Stores a 16-byte piece of a row; with kAdd, adds the bias and the old values in fp32.
 template <typename T, bool kAdd>
 __device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, const float (&c)[4][4], int half,
                                        int64_t col) {
@@ -88,12 +89,12 @@ __device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, 
                            (words[j] >> 16 ? high : 0.f) + to_float(bias[2 * j + 1]) + to_float(old[2 * j + 1]));
     else packed[j] = pack2<T>(low, high) & words[j];
   }
-  // As an assignment the compiler may split it into four stores of 4 bytes.
+  // The compiler may split an assignment into four 4-byte stores.
   __stwb(reinterpret_cast<uint4*>(address), make_uint4(packed[0], packed[1], packed[2], packed[3]));
 }
 
-// c = H Q^T of 16 rows and a group of 32 columns. kSteps: 16 ranks each, A in registers; 0: any rank, A loaded again
-// for each group.
+// Computes c = H Q^T for 16 rows and a group of 32 columns. kSteps: steps of 16 ranks, with A in registers; 0: any
+// rank, with A reloaded for each group.
 template <typename T, int kSteps>
 __device__ __forceinline__ void multiply_group(float (&c)[4][4], uint32_t (&a)[kSteps > 0 ? kSteps : 1][4],
                                                const Expand& e, int64_t row, uint32_t q, int depth) {
@@ -113,13 +114,13 @@ __device__ __forceinline__ void multiply_group(float (&c)[4][4], uint32_t (&a)[k
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kBlocksFewer = 1;  // ptxas would spill up to 24 bytes a thread
+constexpr int kBlocksFewer = 1;  // with more blocks ptxas spills up to 24 bytes per thread
 #else
 constexpr int kBlocksFewer = 0;
 #endif
 
-// A CTA keeps Q of its columns and walks over its rows. Without kAdd there is always a mask; threshold 0 keeps all.
-// The draws keep the integer units busy, so that every other instruction of the loop costs time.
+// A CTA keeps Q of its columns and iterates over its rows. Without kAdd there is always a mask; threshold 0 keeps all.
+// Drawing the mask saturates the integer units, so every other instruction in the loop costs time.
 template <typename T, int kSteps, bool kAdd>
 __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
     expand_kernel(const __grid_constant__ Expand e, const int64_t col_tiles, const int64_t rows_per_cta) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
   else load_q(q, e, col0, depth);
   __syncthreads();
   const uint32_t b_address = shared_address(q + (lane % 8 + lane / 16 * 8) * (depth + kPad) + lane / 8 % 2 * 8);
-  const int cols = static_cast<int>(min(e.D - col0, int64_t{kCols})) - piece * 8;  // from this thread's first one on
+  const int cols = static_cast<int>(min(e.D - col0, int64_t{kCols})) - piece * 8;  // from this thread's first column
 #pragma unroll 1
   for (int64_t row = row_begin + warp * 16 + lane / 4; row - lane / 4 < row_end; row += kRows) {
     uint32_t a[kSteps > 0 ? kSteps : 1][4];
@@ -200,7 +201,7 @@ template <typename T> cudaError_t dispatch(const Expand& e, const Device& device
   return add ? dispatch<T, true>(e, device, stream) : dispatch<T, false>(e, device, stream);
 }
 
-// y *= keep, for cases the tensor-core kernel does not support. One thread, 8 neighbours: one draw.
+// y *= keep, for cases the tensor-core kernel does not support. A thread draws once, for 8 adjacent elements.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64_t T_rows, int64_t D, Dropout dropout) {
   const Mask mask(dropout, D);
@@ -232,13 +233,9 @@ cudaError_t launch_expand(const Expand& e, const Device& device, cudaStream_t st
 cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D, Dropout dropout, cudaStream_t stream) {
   if (T == 0 || D == 0) return cudaSuccess;
   const unsigned blocks = static_cast<unsigned>((T * ((D + 7) / 8) + kThreads - 1) / kThreads);
-  switch (dtype) {
-    case DType::f32: mask_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<float*>(y), ldy, T, D, dropout); break;
-    case DType::f16: mask_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<__half*>(y), ldy, T, D, dropout); break;
-    case DType::bf16:
-      mask_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<__nv_bfloat16*>(y), ldy, T, D, dropout);
-      break;
-  }
+  by_type(dtype, [&](auto* element) {
+    mask_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<decltype(element)>(y), ldy, T, D, dropout);
+  });
   return cudaGetLastError();
 }
 

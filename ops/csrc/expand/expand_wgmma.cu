@@ -1,12 +1,12 @@
-// Y[T,D] = H[T,R] Q^T (+ bias) on Hopper (sm_90a): next to nothing is read, so the kernel is a stream of stores. It
-// writes the output that the frozen product then accumulates into (beta = 1).
+// Y[T,D] = H[T,R] Q^T (+ bias) on Hopper (sm_90a): little is read, so the kernel mostly stores. It writes the output
+// that the frozen product then accumulates into (beta = 1).
 //
 // One CTA per multiprocessor: a copying thread, and four warpgroups that multiply. Tiles of 64 rows x 512 columns,
-// eight boxes of 64 columns, are ordered by column block, and each CTA takes a run of them: Q of the 512 columns stays
-// in shared memory, H comes through a ring. A warpgroup moves two boxes of a tile, one after the other, from
+// eight boxes of 64 columns, are ordered by column block, and each CTA processes consecutive ones: Q of the 512 columns
+// stays in shared memory, H passes through a ring. A warpgroup moves two boxes of a tile, one after the other, from
 // accumulators into a swizzled box of shared memory, which the bulk copy engine stores: three of its boxes may be in
 // flight while it computes the fourth. Nothing is written outside Y.
-#ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
+#ifdef ZEROLORA_HOPPER  // set by the builder for builds that contain sm_90a
 #include "hopper.cuh"
 #endif
 #include <algorithm>
@@ -20,25 +20,25 @@ namespace {
 constexpr int kRows = 64, kCols = 512, kBoxCols = 64, kGroups = 4, kBuffers = 4;
 constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 32;
 constexpr int kBoxRow = kBoxCols * 2, kBoxBytes = kRows * kBoxRow;  // a row is one 128-byte swizzle atom
-constexpr int kCopiedRows = 256;                                    // of Q as [D,R]: no box is longer
-constexpr int64_t kLeastRows = 4096;  // where prefills begin (kFewTokens of passes.h); fewer rows are left to others
+constexpr int kCopiedRows = 256;                                    // of Q as [D,R]: the limit for a box
+constexpr int64_t kLeastRows = 4096;                                // prefills start there (kFewTokens of passes.h)
 
 struct Args {
   CUtensorMap h, q, y;
   const void* bias;
   int64_t D;
-  int row_tiles, tiles_each, longer;  // the first `longer` CTAs take one tile more than `tiles_each`
+  int row_tiles, tiles_each, longer;  // the first `longer` CTAs process one tile more than `tiles_each`
 };
 
 template <int RP> struct Layout {
   static constexpr int kRankRow = RP * 2, kHBytes = kRows * kRankRow, kStages = 4;
   static constexpr int kQ = kGroups * kBuffers * kBoxBytes, kQBytes = kCols * kRankRow;
   static constexpr int kH = kQ + kQBytes, kBarriers = kH + kStages * kHBytes;
-  static constexpr int kBytes = 1024 + kBarriers + (2 * kStages + 2) * 8;  // 1024: the atoms want that alignment
-  static_assert(kBytes <= 232448, "more shared memory than a Hopper block may have");
+  static constexpr int kBytes = 1024 + kBarriers + (2 * kStages + 2) * 8;  // 1024: alignment of the atoms
+  static_assert(kBytes <= 232448, "more shared memory than a Hopper block can use");
 };
 
-// H of a stage copied (full) and read by every warpgroup (empty); the same for Q of a column block.
+// Barriers of a stage of H: copied (full), and read by every warpgroup (empty); the same for Q of a column block.
 template <int kStages> struct Barriers {
   uint32_t base;
   __device__ __forceinline__ uint32_t full(int stage) const { return base + stage * 8; }
@@ -47,7 +47,7 @@ template <int kStages> struct Barriers {
   __device__ __forceinline__ uint32_t q_empty() const { return base + (2 * kStages + 1) * 8; }
 };
 
-// A CTA's run of tiles, and the ring that H comes through.
+// The consecutive tiles of a CTA, and the position in the ring of H.
 template <int kStages> struct Run {
   int tile, end, row_tile, col_block, stage = 0;
   uint32_t parity = 0;
@@ -88,9 +88,9 @@ __device__ __forceinline__ void copy_tiles(const Args& args, uint32_t base) {
   }
 }
 
-// c[64, 64 columns from col on] = bias, in the order of the accumulators; D is a multiple of 8.
+// Sets c[64, 64 columns from `col`] = bias, in the order of the accumulators; D is a multiple of 8.
 template <typename T>
-__device__ __forceinline__ void begin_with_bias(float (&c)[32], const void* bias, int64_t col, int64_t D) {
+__device__ __forceinline__ void init_with_bias(float (&c)[32], const void* bias, int64_t col, int64_t D) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) c[i] = 0.f;
   if (bias == nullptr) return;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void begin_with_bias(float (&c)[32], const void* bias
   }
 }
 
-// c[64, 64] += H of a tile times Q^T of a box: [64 columns, RP], or by rank [RP, 64 columns].
+// Adds c[64, 64] += H of a tile times Q^T of a box; the box is [64 columns, RP], or by rank [RP, 64 columns].
 template <typename T, int RP, bool kByRank>
 __device__ __forceinline__ void multiply(float (&c)[32], uint32_t h, uint32_t q) {
   constexpr int kRankRow = Layout<RP>::kRankRow;
@@ -113,24 +113,24 @@ __device__ __forceinline__ void multiply(float (&c)[32], uint32_t h, uint32_t q)
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < RP / 16; ++k) {
-    const uint64_t a = descriptor<8 * kRankRow, swizzle_of<kRankRow>()>(h + k * 32);
+    const uint64_t a = descriptor<8 * kRankRow, row_swizzle<kRankRow>()>(h + k * 32);
     if constexpr (kByRank) wgmma<T, 0, 1>(c, a, descriptor<8 * kBoxRow, Swizzle::b128>(q + k * 16 * kBoxRow));
-    else wgmma<T, 0, 0>(c, a, descriptor<8 * kRankRow, swizzle_of<kRankRow>()>(q + k * 32));
+    else wgmma<T, 0, 0>(c, a, descriptor<8 * kRankRow, row_swizzle<kRankRow>()>(q + k * 32));
   }
   wgmma_commit();
   wgmma_wait();
   hold(c);
 }
 
-// Accumulators to a box of shared memory as the copy engine reads it: 16-byte piece p of row r lies at piece p ^ r % 8,
-// so that the 8 rows of a matrix touch all banks. `place`: this lane's row and first piece; pieces go in pairs.
-template <typename T> __device__ __forceinline__ void to_shared(const float (&c)[32], uint32_t place) {
+// Writes accumulators to a box of shared memory in the copy engine's layout: 16-byte piece p of row r is at piece
+// p ^ r % 8, so that the 8 rows of a matrix use all banks. `address`: this lane's row and first piece.
+template <typename T> __device__ __forceinline__ void to_shared(const float (&c)[32], uint32_t address) {
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pack2<T>(c[pair * 8 + i * 2], c[pair * 8 + i * 2 + 1]);
-    store_matrices(place ^ pair * 32, words);
+    store_matrices(address ^ pair * 32, words);
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine reads through another proxy
 }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void write_tiles(const Args& args, uint32_t base) {
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;  // matrices of a store: rows 0-7 and 8-15, then the next piece
   const uint32_t boxes = base + group * kBuffers * kBoxBytes;
-  const uint32_t place = boxes + row * kBoxRow + (lane / 16 ^ row % 8) * 16;
+  const uint32_t address = boxes + row * kBoxRow + (lane / 16 ^ row % 8) * 16;
   const bool leader = threadIdx.x % 128 == 0;
   uint32_t q_parity = 0;
   uint32_t buffer = 0;
@@ -154,10 +154,10 @@ __device__ __forceinline__ void write_tiles(const Args& args, uint32_t base) {
       const int box = i * kGroups + group;
       const int col = run.col_block * kCols + box * kBoxCols;
       float c[32];
-      begin_with_bias<T>(c, args.bias, col, args.D);
+      init_with_bias<T>(c, args.bias, col, args.D);
       multiply<T, RP, kByRank>(c, base + L::kH + run.stage * L::kHBytes, base + L::kQ + box * kBoxCols * L::kRankRow);
-      to_shared<T>(c, place + buffer * kBoxBytes);
-      // After the barrier every warp may write the next buffer: its store, three before this one, has been read.
+      to_shared<T>(c, address + buffer * kBoxBytes);
+      // After the barrier every warp may write the next buffer, because its previous store has been read.
       if (leader) store_wait<kBuffers - 2>();
       asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
       if (leader) {

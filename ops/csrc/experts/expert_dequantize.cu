@@ -1,4 +1,4 @@
-// NF4 and MXFP4 of all experts to f32, f16 or bf16 in one launch; each expert's matrix is quantised separately.
+// Dequantizes NF4 and MXFP4 of all experts to f32, f16 or bf16 in one launch; experts are quantized separately.
 #include "common.cuh"
 #include "experts.h"
 
@@ -7,17 +7,7 @@ namespace {
 
 constexpr int kThreads = 256, kPerThread = 8;
 
-template <typename T> __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
-  if constexpr (sizeof(T) == 2) {
-    *reinterpret_cast<uint4*>(out) =
-        make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
-  } else {
-    reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
-    reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
-  }
-}
-
-// A quantisation block has a multiple of 8 values, so that a thread's 8 share one maximum.
+// A quantization block has a multiple of 8 values, so a thread's 8 values share one maximum.
 template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(const ExpertNf4 job, T* out) {
   __shared__ float code[16], nested_code[256];
   const Nf4& w = job.weight;
@@ -33,7 +23,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(con
   } else {
     const int64_t nested = (blocks + w.nested_block - 1) / w.nested_block;
     const uint8_t q = static_cast<const uint8_t*>(w.absmax)[e * blocks + block];
-    // Rounded after the product and after the sum, as bitsandbytes does it: the values must agree bit by bit.
+    // Round after the product and after the sum, as bitsandbytes does: the values must agree bitwise.
     maximum = __fadd_rn(__fmul_rn(nested_code[q], w.nested_absmax[e * nested + block / w.nested_block]), w.offset[e]);
   }
   uint32_t bytes;
@@ -47,7 +37,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(con
   store8(out + e * w.count + i, v);
 }
 
-// E2M1: sign, two bits of exponent, one of mantissa; low nibble first, 32 values a scale 2^(s - 127).
+// Decodes E2M1: a sign, two bits of exponent, one of mantissa. Low nibble first; 32 values share a scale 2^(s - 127).
 __device__ __forceinline__ float e2m1(uint32_t nibble) {
   const uint32_t exponent = nibble >> 1 & 3u, mantissa = nibble & 1u;
   const float size = exponent == 0 ? 0.5f * mantissa : __uint_as_float((exponent + 126u) << 23 | mantissa << 22);
@@ -76,11 +66,8 @@ cudaError_t launch_expert_nf4(const ExpertNf4& job, DType dtype, void* out, cuda
   if (w.count == 0 || job.E == 0) return cudaSuccess;
   constexpr int64_t kPerBlock = kThreads * kPerThread;
   const dim3 grid(static_cast<unsigned>((w.count + kPerBlock - 1) / kPerBlock), static_cast<unsigned>(job.E));
-  switch (dtype) {
-    case DType::f32: nf4_kernel<<<grid, kThreads, 0, stream>>>(job, static_cast<float*>(out)); break;
-    case DType::f16: nf4_kernel<<<grid, kThreads, 0, stream>>>(job, static_cast<__half*>(out)); break;
-    case DType::bf16: nf4_kernel<<<grid, kThreads, 0, stream>>>(job, static_cast<__nv_bfloat16*>(out)); break;
-  }
+  by_type(dtype,
+          [&](auto* element) { nf4_kernel<<<grid, kThreads, 0, stream>>>(job, static_cast<decltype(element)>(out)); });
   return cudaGetLastError();
 }
 
@@ -88,17 +75,9 @@ cudaError_t launch_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t g
                          cudaStream_t stream) {
   if (groups == 0) return cudaSuccess;
   const unsigned grid = static_cast<unsigned>((groups * 4 + kThreads - 1) / kThreads);
-  switch (dtype) {
-    case DType::f32:
-      mxfp4_kernel<<<grid, kThreads, 0, stream>>>(blocks, scales, groups, static_cast<float*>(out));
-      break;
-    case DType::f16:
-      mxfp4_kernel<<<grid, kThreads, 0, stream>>>(blocks, scales, groups, static_cast<__half*>(out));
-      break;
-    case DType::bf16:
-      mxfp4_kernel<<<grid, kThreads, 0, stream>>>(blocks, scales, groups, static_cast<__nv_bfloat16*>(out));
-      break;
-  }
+  by_type(dtype, [&](auto* element) {
+    mxfp4_kernel<<<grid, kThreads, 0, stream>>>(blocks, scales, groups, static_cast<decltype(element)>(out));
+  });
   return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
-// Between the two products of the experts: u = u0 + h B^T + bias, a = f(gate) up, and its derivative. A warp takes 16
-// rows and iterates over their columns, 32 of a at a time; a lane has 8 neighbours of two rows of gate and of up.
+// Between the two products of the experts: u = u0 + h B^T + bias, a = f(gate) up, and its derivative. A warp processes
+// 16 rows, 32 columns of a at a time; a lane has 8 adjacent columns of two rows of gate and of up.
 #include "expert_tiles.cuh"
 
 namespace zerolora {
@@ -7,7 +7,7 @@ namespace {
 
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
-// f(gate) and f'(gate) of one element; up and its gradient's factor change in `clamped` alone.
+// f(gate) and f'(gate) of one element; only `clamped` changes up and the factor of its gradient.
 struct Gated {
   float value, slope, up;
   bool up_inside;
@@ -32,10 +32,10 @@ __device__ __forceinline__ Gated gated(Gate kind, float gate, float up, float al
   return {gate * normal, normal + gate * 0.3989422804014327f * expf(-0.5f * gate * gate), up, true};
 }
 
-// kTiles: tiles of 8 ranks of what is projected on the way.
+// kTiles: tiles of 8 ranks of the fused projection.
 template <typename T, bool kBackward, bool kInterleaved, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job) {
-  const Span span = span_of(job.rows, blockIdx.x);
+  const Span span = find_span(job.rows, blockIdx.x);
   if (span.expert < 0) return;
   const int lane = threadIdx.x % 32;
   const int64_t row[2] = {span.row + threadIdx.x / 32 * 16 + lane / 4, span.row + threadIdx.x / 32 * 16 + lane / 4 + 8};
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
   for (int64_t first = 0; first < I; first += 32) {
     const int64_t c = first + lane % 4 * 8;
     const bool inside = c < I;
-    // Halves: gate at c, up at I + c. Interleaved: both are pairs, in the 16 columns from 2 c on.
+    // Halves: gate at c, up at I + c. Interleaved: pairs of both in the 16 columns from 2 c.
     const int64_t base[2] = {kInterleaved ? 2 * first : first, kInterleaved ? 2 * first + 8 : I + first};
     constexpr int kStride = kInterleaved ? 16 : 8;
     float v[2][2][8], g[2][8];  // [gate or up, first or second octet][row][8]
@@ -114,20 +114,20 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
           out[side_up][at_up] = f.up_inside ? grad * f.value : 0.f;
         }
       }
-      packed[i] = pack<T>(act);
+      packed[i] = pack8<T>(act);
       if (job.act != nullptr && valid[i] && inside)
         *reinterpret_cast<uint4*>(static_cast<T*>(job.act) + row[i] * I + c) = packed[i];
       if constexpr (kBackward) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          gradient[side][i] = pack<T>(out[side]);
+          gradient[side][i] = pack8<T>(out[side]);
           if (valid[i] && inside)
             *reinterpret_cast<uint4*>(static_cast<T*>(job.du) + row[i] * width + base[side] + lane % 4 * kStride) =
                 gradient[side][i];
         }
       }
     }
-    // Beyond the last column a and du are computed from zeros and missing biases, but P is zero there.
+    // Beyond the last column a and du have no meaning, but P is zero there.
     if constexpr (kTiles > 0 && kBackward) {
 #pragma unroll
       for (int side = 0; side < 2; ++side)

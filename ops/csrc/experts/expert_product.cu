@@ -1,10 +1,10 @@
-// The frozen product of all experts with the adapter's term inside, on Hopper (sm_90a):
+// The frozen product of all experts fused with the adapter's term, on Hopper (sm_90a):
 //     Y[N,D] = H[N,R] Q + X[N,K] W   for rows sorted by expert, each with its expert's W and Q; fp32 sums, rounded once
 //
-// Built from the parts of frozen.cu: clusters of two CTAs, one above the other, share W. A cluster's tile has 256 rows
-// of one expert and 256 columns; the list of tiles is on the device. An expert's rows seldom fill its last tile: a
-// warpgroup without rows multiplies nothing, and a partial tile is stored row by row, because the next rows belong to
-// others.
+// It shares the parts of frozen.cu: clusters of two CTAs of adjacent rows share W. A cluster's tile has 256 rows of one
+// expert and 256 columns; the list of tiles is on the device. An expert's rows seldom fill its last tile: a warpgroup
+// without rows multiplies nothing, and a partial tile is stored row by row, because the next rows belong to another
+// expert.
 #ifdef ZEROLORA_HOPPER
 #include "frozen_tiles.cuh"
 #endif
@@ -54,7 +54,8 @@ template <bool kForward> __device__ __forceinline__ void copy_grouped(const Grou
       barrier_expect(ready, kStageBytes);
       copy_box(stage, x, k, walk.row, ready);
       constexpr int kShare = kCols / kCluster, kStep = kForward ? kShare : kBoxCols;
-      // Experts are stored one below the other: rows a box reads beyond its own meet zeros of X, or are not stored.
+      // Weights of consecutive experts are adjacent: what a box reads beyond its expert is multiplied by zeros of X, or
+      // not stored.
       const int first = walk.expert * (kForward ? static_cast<int>(args.D) : depth);
 #pragma unroll
       for (int i = 0; i < kShare; i += kStep) {
@@ -69,7 +70,7 @@ template <bool kForward> __device__ __forceinline__ void copy_grouped(const Grou
   }
 }
 
-// 64 columns of a warpgroup's rows; rows from `end` on belong to another expert.
+// Stores 64 columns of a warpgroup's rows; rows from `end` on belong to another expert.
 template <typename T, int kBox>
 __device__ __forceinline__ void store_grouped(const GroupedArgs& args, const float (&c)[128], int row, int end, int col,
                                               uint32_t boxes) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void multiply_grouped(const GroupedArgs& args, uint32
   Ring at, done;
   float c[128];
   const auto release = [&] {
-    if (thread < kCluster) barrier_arrive_remote(address_in(barriers.empty(done.stage), thread));
+    if (thread < kCluster) barrier_arrive_remote(remote_address(barriers.empty(done.stage), thread));
     done.next(kStages);
   };
   const auto multiply = [&](int steps, bool first) {
@@ -123,7 +124,7 @@ __device__ __forceinline__ void multiply_grouped(const GroupedArgs& args, uint32
     wgmma_wait<1>();
     if (!first) release();
   };
-  const int short_steps = (args.R % kDepth + 15) / 16 % 4;  // of the rank tile that is not whole
+  const int short_steps = (args.R % kDepth + 15) / 16 % 4;  // of the partial rank tile
   const int stages = args.rank_tiles + args.depth_tiles;
   GroupedWalk walk(args);
   while (walk.inside()) {
@@ -158,16 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_kernel(const __grid_const
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
-  const Barriers barriers{base + kBarriers};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 2 * kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();  // the other's barriers are ready too
-  wait_for_predecessor();
+  init_barriers({base + kBarriers});
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     multiply_grouped<T, kForward>(args, base);
@@ -175,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_kernel(const __grid_const
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopierRegisters));
     if (threadIdx.x == kConsumers) copy_grouped<kForward>(args, base);
   }
-  cluster_sync();  // nobody leaves while the other still arrives here
+  cluster_sync();  // do not exit while the other CTA still signals these barriers
 #endif
 }
 
@@ -183,7 +175,7 @@ template <typename T, bool kForward>
 cudaError_t launch(const GroupedArgs& args, int64_t most, const Device& device, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes<grouped_kernel<T, kForward>>(kBytes);
   if (status != cudaSuccess) return status;
-  // The two CTAs of a cluster share a GPC, which may have an odd number of multiprocessors: one more would start later.
+  // The two CTAs of a cluster share a GPC, which may have an odd number of multiprocessors.
   const int64_t ctas = std::min<int64_t>(device.multiprocessors / kCluster, most * args.col_tiles) * kCluster;
   return launch_overlapped(grouped_kernel<T, kForward>, dim3(static_cast<unsigned>(ctas)), kThreads, kBytes, true,
                            kCluster, stream, args);
@@ -192,7 +184,7 @@ cudaError_t launch(const GroupedArgs& args, int64_t most, const Device& device, 
 }  // namespace
 
 bool expert_product_supported(const ExpertProduct& job, const Device& device) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // coordinates of the copy engine are 32-bit
+  constexpr int64_t kMost = int64_t{1} << 30;  // the copy engine has 32-bit coordinates
   if (device.capability != 90 || job.dtype == DType::f32 || job.K < 1 || job.K % 8 != 0 || job.D % 8 != 0) return false;
   if (job.N > kMost || job.E * std::max(job.D, job.K) > kMost || job.R % 8 != 0) return false;
   for (const void* pointer : {job.x, job.w, job.h, job.q, static_cast<const void*>(job.y)})

@@ -1,5 +1,5 @@
-// The adapters' rank space, grouped: rows projected (and copied into the experts' order on the way), and the gradients
-// of the factors, which are sums over the rows of one expert.
+// The rank-space passes of the experts' adapters: the projection of rows, which may also copy them into the experts'
+// order, and the gradients of the factors, which are sums over the rows of one expert.
 #include "expert_tiles.cuh"
 
 namespace zerolora {
@@ -7,10 +7,10 @@ namespace {
 
 // ---- U = scale (m*Z) P^T ------------------------------------------------------------------------------------------
 
-// kTiles: tiles of 8 ranks; 0: only a copy. A warp takes 16 rows and iterates over their columns, 32 at a time.
+// kTiles: tiles of 8 ranks; 0: only a copy. A warp processes 16 rows, 32 columns at a time.
 template <typename T, int kTiles, bool kMask>
 __global__ void __launch_bounds__(kWarps * 32) project_kernel(const ExpertProject job, int rank_begin) {
-  const Span span = span_of(job.rows, blockIdx.x);
+  const Span span = find_span(job.rows, blockIdx.x);
   if (span.expert < 0) return;
   const int lane = threadIdx.x % 32, piece = lane % 4 * 8;
   const int row0 = span.row + threadIdx.x / 32 * 16 + lane / 4, row1 = row0 + 8;
@@ -66,14 +66,14 @@ constexpr int kStageRows = 64, kCols = 128, kStages = 3, kPieces = kCols / 8;
 template <int kRanks> struct Stage {
   static constexpr int kZ = kStageRows * kCols * 2, kV = kStageRows * kRanks * 2, kBytes = kZ + kV;
 };
-// 16-byte piece of a row: pieces of 8 neighbouring rows are in different banks.
-template <int kRowPieces> __device__ __forceinline__ uint32_t place_of(int row, int piece) {
+// Returns the offset of a 16-byte piece of a row; pieces of 8 consecutive rows are in different banks.
+template <int kRowPieces> __device__ __forceinline__ uint32_t swizzled_offset(int row, int piece) {
   constexpr int kSpread = kRowPieces < 8 ? kRowPieces : 8;
-  const int turn = kRowPieces >= 8 ? row % 8 : row / (8 / kRowPieces) % kSpread;
-  return static_cast<uint32_t>((row * kRowPieces + (piece ^ turn)) * 16);
+  const int rotation = kRowPieces >= 8 ? row % 8 : row / (8 / kRowPieces) % kSpread;
+  return static_cast<uint32_t>((row * kRowPieces + (piece ^ rotation)) * 16);
 }
 
-// One CTA an expert and 128 columns; a warp has 32 of them and all ranks.
+// One CTA per expert and 128 columns; a warp has 32 of the columns and all ranks.
 template <typename T, int kRanks, bool kMask>
 __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job, int rank_begin, bool f32) {
 #if __CUDA_ARCH__ >= 800
@@ -93,14 +93,14 @@ __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job,
         const int64_t d = col + piece * 8;
         const bool valid = row < end && d < job.D;
         const T* const source = typed<T>(job.z) + (valid ? source_row(job.rows, row) * job.D + d : 0);
-        copy_async(z + place_of<kPieces>(r, piece), source, valid);
+        copy_async(z + swizzled_offset<kPieces>(r, piece), source, valid);
       }
       for (int at = threadIdx.x; at < kStageRows * kRankPieces; at += 128) {
         const int r = at / kRankPieces, piece = at % kRankPieces, row = from + r;
         const bool valid = row < end;
         const T* const source =
             typed<T>(job.v) + (valid ? static_cast<int64_t>(row) * job.ldv + rank_begin + piece * 8 : 0);
-        copy_async(v + place_of<kRankPieces>(r, piece), source, valid);
+        copy_async(v + swizzled_offset<kRankPieces>(r, piece), source, valid);
       }
     }
     copy_commit();
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job,
       for (int i = 0; i < kStageRows * kPieces / 128; ++i) {
         const int at = i * 128 + threadIdx.x, r = at / kPieces, piece = at % kPieces, row = from + r;
         if (row >= end) continue;
-        uint4* const values = reinterpret_cast<uint4*>(raw + (z - base) + place_of<kPieces>(r, piece));
+        uint4* const values = reinterpret_cast<uint4*>(raw + (z - base) + swizzled_offset<kPieces>(r, piece));
         *values = zero_dropped(*values, mask.draw(mask.counter(job.rows.order[row], col + piece * 8)));
       }
       __syncthreads();
@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job,
       uint32_t b[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        ldmatrix_trans(b[half], z + place_of<kPieces>(k + lane % 16, warp * 4 + half * 2 + lane / 16));
+        ldmatrix_trans(b[half], z + swizzled_offset<kPieces>(k + lane % 16, warp * 4 + half * 2 + lane / 16));
 #pragma unroll
       for (int m = 0; m < kTilesM; ++m) {
         uint32_t a[4];
-        ldmatrix_trans(a, v + place_of<kRankPieces>(k + lane % 8 + lane / 16 * 8, m * 2 + lane / 8 % 2));
+        ldmatrix_trans(a, v + swizzled_offset<kRankPieces>(k + lane % 8 + lane / 16 * 8, m * 2 + lane / 8 % 2));
 #pragma unroll
         for (int n = 0; n < 4; ++n) mma<T>(sums[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
       }

@@ -1,5 +1,4 @@
-// Around the products: the adapter's term (and a bias) added to rows in the experts' order, and rows of one token
-// added.
+// Adds the adapter's term and a bias to rows in the experts' order, and sums the rows of each token.
 #include "expert_tiles.cuh"
 
 namespace zerolora {
@@ -7,7 +6,7 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kWarps * 32) expand_kernel(const ExpertExpand job) {
-  const Span span = span_of(job.rows, blockIdx.x);
+  const Span span = find_span(job.rows, blockIdx.x);
   if (span.expert < 0) return;
   const int lane = threadIdx.x % 32;
   const int64_t row[2] = {span.row + threadIdx.x / 32 * 16 + lane / 4, span.row + threadIdx.x / 32 * 16 + lane / 4 + 8};
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(kWarps * 32) expand_kernel(const ExpertExpand 
       if (job.bias != nullptr) unpack<T>(load16(bias + c, true), added);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum[i][j] += before[j] + added[j];
-      *reinterpret_cast<uint4*>(y + row[i] * job.D + c) = pack<T>(sum[i]);
+      *reinterpret_cast<uint4*>(y + row[i] * job.D + c) = pack8<T>(sum[i]);
     }
   }
 }
@@ -70,7 +69,7 @@ template <typename T> __global__ void __launch_bounds__(kCombineThreads) combine
       for (int j = 0; j < 8; ++j) sum[j] = fmaf(weight[i], v[j], sum[j]);
     }
   }
-  *reinterpret_cast<uint4*>(static_cast<T*>(job.y) + t * job.D + c) = pack<T>(sum);
+  *reinterpret_cast<uint4*>(static_cast<T*>(job.y) + t * job.D + c) = pack8<T>(sum);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Sorts the token-expert pairs by expert, stably and without the host: counts runs of 512 pairs, then every run
-// computes its positions from the counts before it. Integers only, so the order of the additions does not matter.
+// Sorts the token-expert pairs by expert, stably and without the host: counts the experts in runs of 512 pairs, then
+// computes each run's positions from the counts before it. The counts are integers, so the order of additions does not
+// matter.
 #include "experts.h"
 
 namespace zerolora {
@@ -12,7 +13,7 @@ __device__ __forceinline__ int bucket(const ExpertSort& job, int64_t pair) {
   return expert < 0 || expert >= job.E ? job.E : static_cast<int>(expert);
 }
 
-// What comes before this thread's value among all threads of the CTA; `sums` has room for 32.
+// Returns the sum of the values of all earlier threads in the CTA; `sums` has 32 elements.
 __device__ __forceinline__ int exclusive_sum(int value, int* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   int sum = value;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kSortPairs) place_kernel(const ExpertSort job)
   __shared__ int first[kMaxExperts + 1], sums[32];
   __shared__ uint16_t in_warp[kSortWarps][kMaxExperts + 1];
   for (int i = threadIdx.x; i < kSortWarps * (kMaxExperts + 1); i += kSortPairs) (&in_warp[0][0])[i] = 0;
-  // Where the expert's rows begin, and how many of them are in runs before this one.
+  // Find where each expert's rows begin, and how many of them are in earlier runs.
   int begin = 0;
   for (int base = 0; base <= job.E; base += kSortPairs) {
     const int e = base + threadIdx.x;

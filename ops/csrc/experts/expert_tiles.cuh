@@ -1,7 +1,7 @@
 // Helpers of the experts' kernels: a CTA's rows, and products of 16 rows from registers loaded in memory order.
 //
-// A product's K index may be permuted as long as both operands are, and so may its columns: lanes load 8 or 16 bytes of
-// neighbours, no shared memory between. Lane: row lane / 4 (and + 8) of the 16, piece lane % 4 of what a row has.
+// A product's K index may be permuted if both operands are, and so may its columns. So lanes load 8 or 16 adjacent
+// bytes without shared memory. A lane has rows lane / 4 and lane / 4 + 8 of the 16, and piece lane % 4 of a row.
 #pragma once
 #include "common.cuh"
 #include "experts.h"
@@ -14,7 +14,7 @@ constexpr int kWarps = kTileRows / 16;
 struct Span {
   int expert, row, end;  // end: of the expert's rows
 };
-__device__ __forceinline__ Span span_of(const ExpertRows& rows, int64_t tile) {
+__device__ __forceinline__ Span find_span(const ExpertRows& rows, int64_t tile) {
   const int2 found = rows.tiles[tile];
   return {found.x, found.y, found.x < 0 ? 0 : rows.ends[found.x]};
 }
@@ -36,10 +36,7 @@ template <typename T> __device__ __forceinline__ void unpack(uint4 words, float 
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = to_float(values[i]);
 }
-template <typename T> __device__ __forceinline__ uint4 pack(const float (&v)[8]) {
-  return make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
-}
-// The keep mask of 8 neighbours as ones and zeros over values.
+// Zeroes the dropped ones of 8 adjacent values; `keep` has ones over the 16 bits of those to keep.
 __device__ __forceinline__ void drop(float (&v)[8], uint4 keep) {
   const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
 #pragma unroll
@@ -47,14 +44,14 @@ __device__ __forceinline__ void drop(float (&v)[8], uint4 keep) {
     if ((words[i / 2] >> (i % 2 * 16) & 1u) == 0) v[i] = 0.f;
 }
 
-// The lane's column among 32 (kStride 8: 8 neighbours a lane) of tile j of 4 in the second operand's order.
+// Returns the lane's column of tile j of 4 in the second operand's order; `stride` is the distance of lanes' columns.
 __device__ __forceinline__ int octet_column(int j, int stride) {
   const int n = threadIdx.x % 32 / 4;
   return n / 2 * stride + j * 2 + n % 2;
 }
 
-// 8 neighbouring columns for two rows: v[half][8] += h[16,R] q^T, where lane's columns are q's rows
-// column + lane % 4 * stride ... + 7 (limit: rows of q that exist).
+// Adds v[half][8] += h[16,R] q^T for two rows and 8 adjacent columns, which are q's rows column + lane % 4 * stride to
+// + 7; q has `limit` rows.
 template <typename T>
 __device__ __forceinline__ void add_ranks(float (&v)[2][8], const T* h0, const T* h1, bool valid0, bool valid1,
                                           const T* q, int64_t column, int stride, int64_t limit, int R) {
@@ -73,8 +70,8 @@ __device__ __forceinline__ void add_ranks(float (&v)[2][8], const T* h0, const T
   }
 }
 
-// The other way: sums[tile of 8 ranks][4] += z[16, 8 columns a lane] p^T, where p is at the lane's rank of the first
-// tile and its columns; D: columns of p.
+// Adds sums[tile of 8 ranks][4] += z[16, 8 columns per lane] p^T; `p` points to the lane's rank of the first tile and
+// the lane's columns; D: columns of p.
 template <typename T, int kTiles>
 __device__ __forceinline__ void project_octets(float (&sums)[kTiles][4], uint4 top, uint4 bottom, const T* p, int64_t D,
                                                bool inside) {

@@ -1,4 +1,4 @@
-// The steps of the experts' operator as torch operators, which ops/experts_kernels.py composes and declares.
+// The steps of the experts' operator as torch operators, which ops/experts_kernels.py declares and composes.
 #include <ATen/record_function.h>
 #include <torch/library.h>
 
@@ -12,16 +12,15 @@ namespace {
 
 using Pair = std::tuple<Tensor, Tensor>;
 
-cudaStream_t stream_of(const Tensor& tensor) { return c10::cuda::getCurrentCUDAStream(tensor.get_device()); }
-const void* data_of(const std::optional<Tensor>& tensor) {
+const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
-// Kernels only get pointers, so check the tensors when taking them.
+// Checks what the kernels assume about a tensor, of which they only get the pointer.
 void check_ready(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " ", text(tensor), " of strides ", text(tensor.strides()),
                     ": make it contiguous");
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
-                    " does not begin at a multiple of 16 bytes");
+                    ": its address must be a multiple of 16 bytes; clone it");
 }
 void check_operand(const std::optional<Tensor>& tensor, const char* name, const Tensor& like, at::IntArrayRef shape) {
   if (!tensor.has_value()) return;
@@ -39,7 +38,7 @@ ExpertRows rows_from(const Tensor& order, const Tensor& ends, const Tensor& tile
                     " rows");
   return rows;
 }
-// Without gathering, Z has the rows themselves; else a row for every per_source pairs.
+// Checks Z, which has the rows themselves or, with gathering, one row for every per_source pairs.
 void check_rows(const Tensor& z, const ExpertRows& rows) {
   check_ready(z, "z");
   TORCH_CHECK_VALUE(z.dim() == 2 && z.size(0) * std::max(rows.per_source, 1) == rows.N, "z ", text(z), " for ",
@@ -49,7 +48,7 @@ void check_rows(const Tensor& z, const ExpertRows& rows) {
 Pair expert_sort(const Tensor& index, int64_t experts) {
   const c10::cuda::CUDAGuard guard(index.device());
   check_ready(index, "index");
-  TORCH_CHECK_VALUE(index.scalar_type() == at::kLong, "index of ", type_name(index), ": int64 is expected");
+  TORCH_CHECK_VALUE(index.scalar_type() == at::kLong, "index of ", type_name(index), ": expected int64");
   const auto ints = index.options().dtype(at::kInt);
   Tensor order = at::empty({index.numel()}, ints), ends = at::empty({experts}, ints);
   const Tensor counts = at::empty({(index.numel() + kSortPairs - 1) / kSortPairs, experts + 1}, ints);
@@ -57,7 +56,7 @@ Pair expert_sort(const Tensor& index, int64_t experts) {
   job.index = index.const_data_ptr<int64_t>(), job.N = index.numel(), job.E = static_cast<int>(experts);
   job.counts = counts.mutable_data_ptr<int>(), job.order = order.mutable_data_ptr<int>();
   job.ends = ends.mutable_data_ptr<int>();
-  check(launch_expert_sort(job, stream_of(index)), "sorting by expert");
+  check(launch_expert_sort(job, current_stream(index)), "sorting by expert");
   return {std::move(order), std::move(ends)};
 }
 
@@ -70,17 +69,17 @@ std::tuple<Tensor, Tensor, Tensor> expert_plan(const Tensor& order, const Tensor
   Tensor pairs = at::empty({most_pairs(job.N, job.E) + 1, 2}, order.options());
   job.place = place.mutable_data_ptr<int>(), job.tiles = reinterpret_cast<int2*>(tiles.mutable_data_ptr<int>());
   job.pairs = reinterpret_cast<int2*>(pairs.mutable_data_ptr<int>());
-  check(launch_expert_plan(job, stream_of(order)), "planning the experts' tiles");
+  check(launch_expert_plan(job, current_stream(order)), "planning the experts' tiles");
   return {std::move(place), std::move(tiles), std::move(pairs)};
 }
 
-// y = h q + x w: w[E,D,K] and q[E,D,R] (forward), or w[E,K,D] and q[E,R,D].
+// Returns y = h q + x w: w[E,D,K] and q[E,D,R] (forward), or w[E,K,D] and q[E,R,D].
 Tensor expert_product(const Tensor& x, const Tensor& w, const std::optional<Tensor>& h, const std::optional<Tensor>& q,
                       const Tensor& ends, const Tensor& pairs, bool forward) {
   const c10::cuda::CUDAGuard on_device(x.device());
   check_ready(x, "x");
   ExpertProduct job;
-  job.dtype = type_of(x), job.N = x.size(0), job.K = x.size(1), job.E = ends.numel(), job.forward = forward;
+  job.dtype = to_dtype(x), job.N = x.size(0), job.K = x.size(1), job.E = ends.numel(), job.forward = forward;
   job.D = w.size(forward ? 1 : 2), job.R = h.has_value() ? static_cast<int>(h->size(1)) : 0;
   const auto shape = [&](int64_t depth) {
     return forward ? std::vector<int64_t>{job.E, job.D, depth} : std::vector<int64_t>{job.E, depth, job.D};
@@ -91,14 +90,14 @@ Tensor expert_product(const Tensor& x, const Tensor& w, const std::optional<Tens
   TORCH_CHECK_VALUE(pairs.numel() == 2 * (most_pairs(job.N, job.E) + 1), "pairs ", text(pairs), " for ", text(job.N),
                     " rows");
   Tensor y = at::empty({job.N, job.D}, x.options());
-  job.x = x.const_data_ptr(), job.w = w.const_data_ptr(), job.h = data_of(h), job.q = data_of(q);
+  job.x = x.const_data_ptr(), job.w = w.const_data_ptr(), job.h = data_or_null(h), job.q = data_or_null(q);
   job.y = y.mutable_data_ptr(), job.ends = ends.const_data_ptr<int>();
   job.pairs = reinterpret_cast<const int2*>(pairs.const_data_ptr<int>());
   job.pair_count = reinterpret_cast<const int*>(job.pairs + most_pairs(job.N, job.E));
-  TORCH_CHECK_VALUE(expert_product_supported(job, card_of(x)), "product of the experts for ", text(x), " in ",
+  TORCH_CHECK_VALUE(expert_product_supported(job, device_info(x)), "product of the experts for ", text(x), " in ",
                     type_name(x), ": the kernel needs compute capability 9.0 and 16 bits");
   RECORD_FUNCTION("zerolora::frozen_product", c10::ArrayRef<const c10::IValue>());
-  check(launch_expert_product(job, card_of(x), stream_of(x)), "launching the experts' frozen product");
+  check(launch_expert_product(job, device_info(x), current_stream(x)), "launching the experts' frozen product");
   return y;
 }
 
@@ -109,14 +108,14 @@ Pair expert_project(const Tensor& z, const Tensor& order, const Tensor& ends, co
   ExpertProject job;
   job.rows = rows_from(order, ends, tiles, per_source);
   check_rows(z, job.rows);
-  job.dtype = type_of(z), job.z = z.const_data_ptr(), job.D = z.size(1), job.p = data_of(p);
+  job.dtype = to_dtype(z), job.z = z.const_data_ptr(), job.D = z.size(1), job.p = data_or_null(p);
   job.R = p.has_value() ? static_cast<int>(p->size(1)) : 0, job.scale = static_cast<float>(scale);
   check_operand(p, "p", z, {job.rows.E, job.R, job.D});
-  job.dropout = dropout_of(dropout, seed);
+  job.dropout = make_dropout(dropout, seed);
   Tensor u = at::empty({job.rows.N, job.R}, z.options()),
          copied = at::empty({copy ? job.rows.N : 0, job.D}, z.options());
   job.u = u.mutable_data_ptr(), job.copy = copy ? copied.mutable_data_ptr() : nullptr;
-  if (job.R > 0 || copy) check(launch_expert_project(job, stream_of(z)), "projecting the experts' rows");
+  if (job.R > 0 || copy) check(launch_expert_project(job, current_stream(z)), "projecting the experts' rows");
   return {std::move(u), std::move(copied)};
 }
 
@@ -128,16 +127,16 @@ Tensor expert_gradient(const Tensor& z, const Tensor& v, const Tensor& order, co
   job.rows = rows_from(order, ends, tiles, per_source);
   check_rows(z, job.rows);
   check_operand(v, "v", z, {job.rows.N, v.size(-1)});
-  job.dtype = type_of(z), job.out_dtype = type_of(dtype), job.z = z.const_data_ptr(), job.v = v.const_data_ptr();
+  job.dtype = to_dtype(z), job.out_dtype = to_dtype(dtype), job.z = z.const_data_ptr(), job.v = v.const_data_ptr();
   TORCH_CHECK_VALUE(job.out_dtype == job.dtype || job.out_dtype == DType::f32, "gradient of ", c10::toString(dtype),
-                    ": the type of z or float32 is expected");
+                    ": expected the type of z or float32");
   job.D = z.size(1), job.ldv = static_cast<int>(v.size(1)), job.R = static_cast<int>(rank);
-  job.transposed = transposed, job.dropout = dropout_of(dropout, seed);
+  job.transposed = transposed, job.dropout = make_dropout(dropout, seed);
   const int64_t E = job.rows.E;
   Tensor g = at::empty(transposed ? std::vector<int64_t>{E, job.D, rank} : std::vector<int64_t>{E, rank, job.D},
                        z.options().dtype(dtype));
   job.g = g.mutable_data_ptr();
-  check(launch_expert_gradient(job, stream_of(z)), "the gradient of the experts' factors");
+  check(launch_expert_gradient(job, current_stream(z)), "the gradient of the experts' factors");
   return g;
 }
 
@@ -148,13 +147,14 @@ void expert_expand(Tensor& y, const std::optional<Tensor>& h, const std::optiona
   ExpertExpand job;
   job.rows = rows_from(order, ends, tiles, 0);
   check_rows(y, job.rows);
-  job.dtype = type_of(y), job.y = y.mutable_data_ptr(), job.D = y.size(1);
+  job.dtype = to_dtype(y), job.y = y.mutable_data_ptr(), job.D = y.size(1);
   job.R = h.has_value() ? static_cast<int>(h->size(1)) : 0;
   check_operand(h, "h", y, {job.rows.N, job.R});
   check_operand(q, "q", y, {job.rows.E, job.D, job.R});
   check_operand(bias, "bias", y, {job.rows.E, job.D});
-  job.h = data_of(h), job.q = data_of(q), job.bias = data_of(bias), job.dropout = dropout_of(dropout, seed);
-  check(launch_expert_expand(job, stream_of(y)), "adding the experts' adapters");
+  job.h = data_or_null(h), job.q = data_or_null(q), job.bias = data_or_null(bias),
+  job.dropout = make_dropout(dropout, seed);
+  check(launch_expert_expand(job, current_stream(y)), "adding the experts' adapters");
 }
 
 Tensor expert_combine(const Tensor& rows, const Tensor& place, const Tensor& ends, const std::optional<Tensor>& w,
@@ -162,15 +162,15 @@ Tensor expert_combine(const Tensor& rows, const Tensor& place, const Tensor& end
   const c10::cuda::CUDAGuard guard(rows.device());
   check_ready(rows, "rows");
   ExpertCombine job;
-  job.dtype = type_of(rows), job.rows = rows.const_data_ptr(), job.K = static_cast<int>(per_token);
+  job.dtype = to_dtype(rows), job.rows = rows.const_data_ptr(), job.K = static_cast<int>(per_token);
   job.T = rows.size(0) / std::max<int64_t>(per_token, 1), job.D = rows.size(1), job.E = static_cast<int>(ends.numel());
   TORCH_CHECK_VALUE(place.numel() == rows.size(0) && job.T * per_token == rows.size(0), "place ", text(place), " for ",
-                    text(rows.size(0)), " rows, ", text(per_token), " a token");
+                    text(rows.size(0)), " rows, ", text(per_token), " per token");
   job.place = place.const_data_ptr<int>(), job.ends = ends.const_data_ptr<int>();
   job.w = w.has_value() ? w->const_data_ptr<float>() : nullptr;
   Tensor y = at::empty({job.T, job.D}, rows.options());
   job.y = y.mutable_data_ptr();
-  check(launch_expert_combine(job, stream_of(rows)), "adding the experts' rows");
+  check(launch_expert_combine(job, current_stream(rows)), "adding the experts' rows");
   return y;
 }
 
@@ -180,25 +180,23 @@ ExpertGate gate_job(const Tensor& u0, const Tensor& h, const std::optional<Tenso
   ExpertGate job;
   job.rows = rows_from(order, ends, tiles, 0);
   check_rows(u0, job.rows);
-  job.dtype = type_of(u0), job.kind = static_cast<Gate>(kind), job.interleaved = interleaved;
+  job.dtype = to_dtype(u0), job.kind = static_cast<Gate>(kind), job.interleaved = interleaved;
   job.alpha = static_cast<float>(alpha), job.limit = static_cast<float>(limit), job.I = u0.size(1) / 2;
   job.R = b.has_value() ? static_cast<int>(b->size(2)) : 0;
   check_operand(h, "h", u0, {job.rows.N, job.R});
   check_operand(b, "b", u0, {job.rows.E, 2 * job.I, job.R});
   check_operand(bias, "bias", u0, {job.rows.E, 2 * job.I});
-  job.u = u0.const_data_ptr(), job.h = h.const_data_ptr(), job.b = data_of(b), job.bias = data_of(bias);
+  job.u = u0.const_data_ptr(), job.h = h.const_data_ptr(), job.b = data_or_null(b), job.bias = data_or_null(bias);
   return job;
 }
 
-// The projection of the result: p[E,R_out,width] and where it goes, empty without one.
+// Adds the projection by p[E,R_out,width] to the job, and returns its result: empty without one.
 Tensor add_projection(ExpertGate& job, const std::optional<Tensor>& p, double scale, int64_t width,
                       const Tensor& like) {
   job.R_out = p.has_value() ? static_cast<int>(p->size(1)) : 0, job.scale = static_cast<float>(scale);
   check_operand(p, "p", like, {job.rows.E, job.R_out, width});
-  TORCH_CHECK_VALUE(job.R_out <= kMostFused, text(job.R_out), " ranks: the kernel projects on at most ",
-                    text(kMostFused));
   Tensor projected = at::empty({job.rows.N, job.R_out}, like.options());
-  job.p = data_of(p), job.projected = projected.mutable_data_ptr();
+  job.p = data_or_null(p), job.projected = projected.mutable_data_ptr();
   return projected;
 }
 
@@ -209,8 +207,8 @@ Pair expert_gate(const Tensor& u0, const Tensor& h, const std::optional<Tensor>&
   const c10::cuda::CUDAGuard guard(u0.device());
   ExpertGate job = gate_job(u0, h, b, bias, order, ends, tiles, kind, interleaved, alpha, limit);
   Tensor act = at::empty({job.rows.N, job.I}, u0.options()), projected = add_projection(job, p, scale, job.I, u0);
-  job.act = act.mutable_data_ptr(), job.dropout = dropout_of(dropout, seed);
-  check(launch_expert_gate(job, stream_of(u0)), "the experts' activation");
+  job.act = act.mutable_data_ptr(), job.dropout = make_dropout(dropout, seed);
+  check(launch_expert_gate(job, current_stream(u0)), "the experts' activation");
   return {std::move(act), std::move(projected)};
 }
 
@@ -226,46 +224,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_gate_backward(
   check_operand(dh, "dh", u0, {job.rows.N, job.R_down});
   check_operand(a, "a", u0, {job.rows.E, job.I, job.R_down});
   TORCH_CHECK_VALUE(w.numel() == job.rows.N && w.scalar_type() == at::kFloat && w.is_contiguous(), "w ", text(w),
-                    " of ", type_name(w), ": float32 for every row is expected");
+                    " of ", type_name(w), ": expected one float32 per row");
   Tensor act = at::empty({job.rows.N, job.I}, u0.options()), du = at::empty(u0.sizes(), u0.options());
   Tensor dw = at::zeros({job.rows.N}, w.options());  // pairs without an expert keep the zero
-  job.g = g.const_data_ptr(), job.dh = data_of(dh), job.a = data_of(a), job.w = w.const_data_ptr<float>();
+  job.g = g.const_data_ptr(), job.dh = data_or_null(dh), job.a = data_or_null(a), job.w = w.const_data_ptr<float>();
   job.act = act.mutable_data_ptr(), job.du = du.mutable_data_ptr(), job.dw = dw.mutable_data_ptr<float>();
-  job.dropout = dropout_of(dropout, seed);
+  job.dropout = make_dropout(dropout, seed);
   Tensor projected = add_projection(job, p, scale, 2 * job.I, u0);
-  check(launch_expert_gate(job, stream_of(u0)), "the derivative of the experts' activation");
+  check(launch_expert_gate(job, current_stream(u0)), "the derivative of the experts' activation");
   return {std::move(act), std::move(du), std::move(dw), std::move(projected)};
 }
 
-// state: [absmax, code] or, double-quantised, [absmax, code, nested absmax, nested code, offset], stacked by expert.
 Tensor expert_nf4(const Tensor& packed, at::TensorList state, int64_t experts, int64_t rows, int64_t cols,
                   int64_t block, int64_t nested_block, at::ScalarType dtype) {
   const c10::cuda::CUDAGuard guard(packed.device());
   check_ready(packed, "packed experts");
-  TORCH_CHECK_VALUE(state.size() == 2 || state.size() == 5, "NF4 state of ", text(state.size()),
-                    " tensors: 2 or 5 are expected");
-  const int64_t bytes = packed.numel() * packed.element_size();
-  TORCH_CHECK_VALUE(bytes * 2 >= experts * rows * cols, "packed experts of ", text(bytes),
-                    " bytes: ", text({experts, rows, cols}), " needs ", text(experts * rows * cols / 2),
-                    "; gather them first");
-  const bool nested = state.size() == 5;
-  TORCH_CHECK_VALUE(state[0].scalar_type() == (nested ? at::kByte : at::kFloat), "NF4 absmax of dtype ",
-                    type_name(state[0]));
-  for (const Tensor& tensor : state) TORCH_CHECK_VALUE(tensor.is_contiguous(), "NF4 state: make it contiguous");
-  ExpertNf4 job;
-  Nf4& weight = job.weight;
-  weight.packed = static_cast<const uint8_t*>(packed.const_data_ptr()), weight.absmax = state[0].const_data_ptr();
-  weight.code = state[1].const_data_ptr<float>();
-  if (nested) {
-    weight.nested_absmax = state[2].const_data_ptr<float>(), weight.nested_code = state[3].const_data_ptr<float>();
-    weight.offset = state[4].const_data_ptr<float>();
-  }
-  weight.count = rows * cols, weight.block = static_cast<int>(block);
-  weight.nested_block = static_cast<int>(nested_block), job.E = experts;
-  TORCH_CHECK_VALUE(state[0].numel() == experts * (weight.count / block), "NF4 absmax ", text(state[0]), " for ",
+  ExpertNf4 job{describe_nf4(packed, state, {experts, rows, cols}, block, nested_block), experts};
+  TORCH_CHECK_VALUE(state[0].numel() == experts * (job.weight.count / block), "NF4 absmax ", text(state[0]), " for ",
                     text({experts, rows, cols}), " in blocks of ", text(block));
   Tensor out = at::empty({experts, rows, cols}, packed.options().dtype(dtype));
-  check(launch_expert_nf4(job, type_of(out), out.mutable_data_ptr(), stream_of(packed)), "the experts' NF4 kernel");
+  check(launch_expert_nf4(job, to_dtype(out), out.mutable_data_ptr(), current_stream(packed)),
+        "the experts' NF4 kernel");
   return out;
 }
 
@@ -274,12 +253,12 @@ Tensor expert_mxfp4(const Tensor& blocks, const Tensor& scales, at::ScalarType d
   check_ready(blocks, "MXFP4 blocks");
   TORCH_CHECK_VALUE(blocks.numel() == scales.numel() * 16 && scales.is_contiguous() &&
                         blocks.scalar_type() == at::kByte && scales.scalar_type() == at::kByte,
-                    "MXFP4 blocks ", text(blocks), ", scales ", text(scales), ": expected 16 bytes a scale");
+                    "MXFP4 blocks ", text(blocks), ", scales ", text(scales), ": expected 16 bytes per scale");
   std::vector<int64_t> shape = scales.sizes().vec();
   shape.back() *= 32;
   Tensor out = at::empty(shape, blocks.options().dtype(dtype));
-  check(launch_mxfp4(blocks.const_data_ptr<uint8_t>(), scales.const_data_ptr<uint8_t>(), scales.numel(), type_of(out),
-                     out.mutable_data_ptr(), stream_of(blocks)),
+  check(launch_mxfp4(blocks.const_data_ptr<uint8_t>(), scales.const_data_ptr<uint8_t>(), scales.numel(), to_dtype(out),
+                     out.mutable_data_ptr(), current_stream(blocks)),
         "the MXFP4 kernel");
   return out;
 }

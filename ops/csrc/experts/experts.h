@@ -1,19 +1,19 @@
-// The torch-free interface of the experts' kernels. Legend: T tokens, K experts a token, N = T K rows sorted by expert,
-// E experts, D columns, R rank (padded to 16), I intermediate. Counts stay on the device: every launch covers whatever
-// the routing may be, and a CTA finds its expert and its rows in a list of tiles.
+// The torch-free interface of the experts' kernels. Legend: T tokens, K experts per token, N = T K rows sorted by
+// expert, E experts, D columns, R rank (padded to 16), I intermediate. Counts stay on the device: launches are large
+// enough for any routing, and a CTA finds its expert and its rows in a list of tiles.
 #pragma once
 #include "kernels.h"
 
 namespace zerolora {
 
-constexpr int kTileRows = 64;  // rows of one expert that a CTA takes together
+constexpr int kTileRows = 64;  // rows of one expert that a CTA processes together
 constexpr int kMaxExperts = 1024;
-constexpr int kSortPairs = 512;  // pairs that a CTA of the sort takes
+constexpr int kSortPairs = 512;  // pairs per CTA of the sort
 constexpr int kPairRows = kFrozenRows * kFrozenCluster;
 __host__ __device__ constexpr int64_t most_pairs(int64_t N, int64_t E) { return (N + kPairRows - 1) / kPairRows + E; }
 __host__ __device__ constexpr int64_t most_tiles(int64_t N, int64_t E) { return (N + kTileRows - 1) / kTileRows + E; }
 
-// order[N]: the pair t K + k of each row; rows of pairs without an expert come last, behind ends[E - 1].
+// order[N]: the pair t K + k of each row; rows of pairs without an expert come last, after ends[E - 1].
 struct ExpertSort {
   const int64_t* index = nullptr;  // [N]
   int64_t N = 0;
@@ -24,7 +24,7 @@ struct ExpertSort {
 cudaError_t launch_expert_sort(const ExpertSort& job, cudaStream_t stream);
 
 // place[N]: the row of each pair; tiles[most_tiles]: expert and first row of each, or -1; pairs[most_pairs]: the same
-// of two products' tiles, one above the other, and behind them how many there are.
+// for pairs of adjacent product tiles, followed by their number.
 struct ExpertPlan {
   const int *order = nullptr, *ends = nullptr;
   int64_t N = 0;
@@ -49,13 +49,13 @@ struct ExpertProduct {
 bool expert_product_supported(const ExpertProduct& job, const Device& device);
 cudaError_t launch_expert_product(const ExpertProduct& job, const Device& device, cudaStream_t stream);
 
-// Where the rows of an operand are.
+// The rows of an operand.
 struct ExpertRows {
   const int2* tiles = nullptr;
   const int *ends = nullptr, *order = nullptr;
   int64_t N = 0;
   int E = 0;
-  int per_source = 0;  // row n of the operand is row order[n] / per_source of what is stored; 0: it is row n itself
+  int per_source = 0;  // row n of the operand is stored in row order[n] / per_source; 0: in row n
 };
 
 // U[N,R] = scale (m*Z) P^T with P[E,R,D], and/or a copy of Z's rows in the order of the experts.
@@ -78,7 +78,7 @@ struct ExpertGradient {
   ExpertRows rows;
   const void *z = nullptr, *v = nullptr;  // v [N, ldv]
   int64_t D = 0;
-  int ldv = 0, R = 0;  // R: ranks that are wanted
+  int ldv = 0, R = 0;  // R: ranks to compute
   bool transposed = false;
   void* g = nullptr;
   Dropout dropout;
@@ -97,7 +97,7 @@ struct ExpertExpand {
 };
 cudaError_t launch_expert_expand(const ExpertExpand& job, cudaStream_t stream);
 
-// y[T,D] = sum over k of w[t,k] rows[place[t,k]] (w null: 1); rows without an expert are left out.
+// y[T,D] = sum over k of w[t,k] rows[place[t,k]] (w null: 1); rows without an expert are skipped.
 struct ExpertCombine {
   DType dtype = DType::bf16;
   const void* rows = nullptr;
@@ -122,25 +122,25 @@ struct ExpertGate {
   int64_t I = 0;
   const void *u = nullptr, *h = nullptr, *b = nullptr, *bias = nullptr;
   int R = 0;
-  void* act = nullptr;  // [N,I]; the backward may leave it out
+  void* act = nullptr;  // [N,I]; optional in the backward
   const void* g = nullptr;
   const void *dh = nullptr, *a = nullptr;
   int R_down = 0;
   const float* w = nullptr;
   float* dw = nullptr;
-  void* du = nullptr;  // [N,2I]; not null: the backward
-  // What reads the result next, where its ranks are few (kMostFused): scale (m*a) P^T with P[E,R_out,I] forward, and
+  void* du = nullptr;  // [N,2I]; null in the forward
+  // The projection of the result, for few ranks (kMostFused): scale (m*a) P^T with P[E,R_out,I] forward, and
   // scale du P^T with P[E,R_out,2I] backward.
   const void* p = nullptr;
   int R_out = 0;
   float scale = 1.f;
   void* projected = nullptr;
-  Dropout dropout;  // of a forward, of dh A backward
+  Dropout dropout;  // of a in the forward, of dh A in the backward
 };
 constexpr int kMostFused = 32;
 cudaError_t launch_expert_gate(const ExpertGate& job, cudaStream_t stream);
 
-// W[E, count] in `dtype`, every expert quantised by itself: see ops/experts.py, ExpertMatrix.
+// W[E, count] in `dtype`, with each expert quantized separately: see ops/experts.py, ExpertMatrix.
 struct ExpertNf4 {
   Nf4 weight;  // count: of one expert
   int64_t E = 0;

@@ -1,12 +1,12 @@
-// The frozen product with the adapter's term inside, on Hopper (sm_90a):
+// The frozen product fused with the adapter's term, on Hopper (sm_90a):
 //     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D]),   fp32 sums, rounded once
 //
 // One CTA per multiprocessor iterates over tiles of 128 rows x 256 columns. A copying thread fills a ring of stages, 64
-// deep in K: H and Q first, then X and W of every part; two warpgroups of 64 rows multiply. CTAs one above the other
+// deep in K: H and Q first, then X and W of every part; two warpgroups of 64 rows multiply. Two CTAs of adjacent rows
 // form a cluster and share W: each copies its part of a stage to both. Between the adapter's products and the others
 // the accumulators are masked, with bits from an earlier pass that are fetched one tile ahead. The sums are stored
-// through two swizzled boxes per warpgroup, while the ring already holds the next tile.
-#ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
+// through two swizzled boxes per warpgroup while the ring already receives the next tile.
+#ifdef ZEROLORA_HOPPER  // set by the builder for builds that contain sm_90a
 #include "frozen_tiles.cuh"
 #endif
 #include <algorithm>
@@ -36,7 +36,7 @@ template <bool kForward> __device__ __forceinline__ void copy_tiles(const Args& 
       }
       at.next(kStages);
     };
-    for (int i = args.rank_tiles; i-- > 0;) fill(&args.h, &args.q, i * kDepth);  // first the one that may be shorter
+    for (int i = args.rank_tiles; i-- > 0;) fill(&args.h, &args.q, i * kDepth);  // the partial one first
     for (int part = 0; part < args.parts; ++part)
       for (int i = 0; i < args.depth_tiles[part]; ++i) fill(&args.x[part], &args.w[part], i * kDepth);
   }
@@ -54,10 +54,10 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
   float c[128];
   Kept kept;
   const auto release = [&] {
-    if (thread < kCluster) barrier_arrive_remote(address_in(barriers.empty(done.stage), thread));
+    if (thread < kCluster) barrier_arrive_remote(remote_address(barriers.empty(done.stage), thread));
     done.next(kStages);
   };
-  // Leaves its products in flight, so that the tensor cores do not run dry; those of the stage before are done.
+  // Leaves its products in flight to keep the tensor cores busy, and waits for those of the previous stage.
   const auto multiply = [&](int steps, bool first) {
     const uint32_t x = base + at.stage * kStageBytes, w = x + kXBytes;
     const uint64_t a = descriptor<1024, Swizzle::b128>(x + group * kGroupRows * kBoxRow);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
     wgmma_wait<1>();
     if (!first) release();
   };
-  const int short_steps = (args.R % kDepth + 15) / 16 % 4;  // of the rank tile that is not whole
+  const int short_steps = (args.R % kDepth + 15) / 16 % 4;  // of the partial rank tile
   const int whole_ranks = args.rank_tiles - (short_steps > 0 ? 1 : 0);
   Walk walk(args);
   if constexpr (kMask) kept.load(args, walk.row, walk.col);
@@ -103,22 +103,13 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
   if (thread == 0) store_wait<0>();  // shared memory must outlive its readers
 }
 
-// kMore: with a bias (forward), with a mask (backward).
+// kMore: with a bias (forward) or a mask (backward).
 template <typename T, bool kForward, bool kMore>
 __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_constant__ Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
-  const Barriers barriers{base + kBarriers};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 2 * kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();  // the other's barriers are ready too
-  wait_for_predecessor();
+  init_barriers({base + kBarriers});
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     multiply_tiles<T, kForward, kMore>(args, base);
@@ -126,26 +117,17 @@ __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_consta
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopierRegisters));
     if (threadIdx.x == kConsumers) copy_tiles<kForward>(args, base);
   }
-  cluster_sync();  // nobody leaves while the other still arrives here
+  cluster_sync();  // do not exit while the other CTA still signals these barriers
 #endif
 }
 
-// CTAs the card can run at once, in clusters: each is within a GPC, which may have an odd number of multiprocessors.
 template <auto kKernel> int slots(const Device& device) {
   static std::atomic<int> known;
-  if (known.load() > 0) return known.load();
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(device.multiprocessors / kCluster * kCluster));
-  config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kBytes;
-  config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
-  if (status != cudaSuccess || clusters == 0) clusters = device.multiprocessors / kCluster - 2;
-  known.store(clusters * kCluster);
-  return clusters * kCluster;
+  if (known.load() == 0) {
+    const int clusters = device.multiprocessors / kCluster;
+    known.store(count_concurrent_ctas(kKernel, clusters * kCluster, kThreads, kBytes, kCluster, clusters - 2));
+  }
+  return known.load();
 }
 
 template <typename T, bool kForward, bool kMore>
@@ -193,7 +175,7 @@ cudaError_t describe(Args& args, const Frozen& job) {
 }  // namespace
 
 bool frozen_supported(const Frozen& job, const Device& device) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // coordinates of the copy engine are 32-bit
+  constexpr int64_t kMost = int64_t{1} << 30;  // the copy engine has 32-bit coordinates
   if (device.capability != 90 || job.dtype == DType::f32 || job.parts < 1 || job.parts > kMaxParts) return false;
   if (job.T > kMost || job.D > kMost || job.D % 8 != 0 || !aligned(job.y, job.ldy) || !aligned(job.bias, 0))
     return false;

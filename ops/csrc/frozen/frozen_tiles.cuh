@@ -7,17 +7,18 @@ namespace zerolora {
 namespace {
 
 constexpr int kRows = kFrozenRows, kCols = kFrozenCols, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
-constexpr int kCluster = kFrozenCluster;  // CTAs one above the other, which share W
-constexpr int kWalked = 8;                // clusters one above the other that are walked column by column
+constexpr int kCluster = kFrozenCluster;  // CTAs of adjacent rows, which share W
+constexpr int kWalked = 8;                // row tiles of clusters that are traversed column by column
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 232, kCopierRegisters = 40;
-static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kThreads * 168, "more registers than there are");
+static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kThreads * 168,
+              "more registers than a multiprocessor has");
 constexpr int kBoxRow = 128, kBoxCols = 64;  // bytes and values in a row of a box: one 128-byte swizzle atom
 constexpr int kXBytes = kRows * kBoxRow, kWBytes = kCols * kBoxRow, kStageBytes = kXBytes + kWBytes;
 constexpr int kOutBytes = kGroupRows * kBoxRow, kAtomBytes = kDepth * kBoxRow;  // W as [K,D]: 64 columns x 64 of K
 constexpr int kOut = kStages * kStageBytes, kBarriers = kOut + 2 * kBuffers * kOutBytes;
-constexpr int kBytes = 1024 + kBarriers + 2 * kStages * 8;  // 1024: the atoms want that alignment
-static_assert(kBytes <= 232448, "more shared memory than a Hopper block may have");
+constexpr int kBytes = 1024 + kBarriers + 2 * kStages * 8;  // 1024: alignment of the atoms
+static_assert(kBytes <= 232448, "more shared memory than a Hopper block can use");
 
 struct Args {
   CUtensorMap x[kMaxParts], w[kMaxParts], h, q, y;
@@ -28,14 +29,27 @@ struct Args {
   int64_t T, D;
 };
 
-// Copied (full), and read by the warpgroups of every CTA that the stage was copied to (empty).
+// Barriers of a stage: copied (full), and read by the warpgroups of every CTA that it was copied to (empty).
 struct Barriers {
   uint32_t base;
   __device__ __forceinline__ uint32_t full(int stage) const { return base + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return base + (kStages + stage) * 8; }
 };
 
-// A CTA's tiles. Groups of row tiles are walked column by column, so that the tiles of one moment share X and W in L2.
+// Initializes the barriers of both CTAs of a cluster, and waits for the previous kernel.
+__device__ __forceinline__ void init_barriers(const Barriers& barriers) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(barriers.full(i), 1);
+      barrier_init(barriers.empty(i), 2 * kCluster);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+  wait_for_predecessor();
+}
+
+// A CTA's tiles. Groups of row tiles are traversed column by column, so that concurrent tiles share X and W in L2.
 struct Walk {
   int tile = static_cast<int>(blockIdx.x) / kCluster, row = 0, col = 0;
   __device__ __forceinline__ explicit Walk(const Args& args) { locate(args); }
@@ -52,14 +66,14 @@ struct Walk {
   }
 };
 
-// A product uses only the floating-point pipe; a selection would also use that of the test.
+// Multiplies because that uses only the floating-point pipe; a select would also use that of the comparison.
 __device__ __forceinline__ void zero_dropped(float& value, uint32_t kept) {
   asm("{\n.reg .pred dropped;\nsetp.eq.u32 dropped, %1, 0;\n@dropped mul.f32 %0, %0, 0f00000000;\n}"
       : "+f"(value)
       : "r"(kept));
 }
 
-// This thread's bits: of the rows lane / 4 and + 8 of its warp's 16, in two blocks of 128 columns.
+// This thread's mask bits: for rows lane / 4 and lane / 4 + 8 of its warp's 16, in two blocks of 128 columns.
 struct Kept {
   uint4 words[2][2];
   __device__ __forceinline__ void load(const Args& args, int row, int col) {
@@ -91,10 +105,10 @@ struct Kept {
   }
 };
 
-// Accumulators to a box of shared memory as the copy engine reads it: 16-byte piece p of row r lies at piece p ^ r % 8.
-// `place`: this lane's row and first piece; pieces go in pairs.
+// Writes accumulators to a box of shared memory in the copy engine's layout: 16-byte piece p of row r is at piece
+// p ^ r % 8. `address`: this lane's row and first piece.
 template <typename T, bool kBias, int kBox>
-__device__ __forceinline__ void to_shared(const float (&c)[128], const uint32_t* bias, int columns, uint32_t place) {
+__device__ __forceinline__ void to_shared(const float (&c)[128], const uint32_t* bias, int columns, uint32_t address) {
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     uint32_t words[4];
@@ -110,7 +124,7 @@ __device__ __forceinline__ void to_shared(const float (&c)[128], const uint32_t*
       words[piece * 2] = kBias ? pack2<T>(v[0] + low, v[1] + high) : pack2<T>(v[0], v[1]);
       words[piece * 2 + 1] = kBias ? pack2<T>(v[2] + low, v[3] + high) : pack2<T>(v[2], v[3]);
     }
-    store_matrices(place ^ pair * 32, words);
+    store_matrices(address ^ pair * 32, words);
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine reads through another proxy
 }
@@ -123,7 +137,7 @@ __device__ __forceinline__ void store_columns(const Args& args, const float (&c)
   const uint32_t box = boxes + buffer * kOutBytes;
   col += kBox * kBoxCols;
   const int columns = static_cast<int>(args.D) - col;
-  const uint32_t* const bias = static_cast<const uint32_t*>(args.bias) + col / 2 + lane % 4;  // in pairs
+  const uint32_t* const bias = static_cast<const uint32_t*>(args.bias) + col / 2 + lane % 4;  // pairs of columns
   to_shared<T, kBias, kBox>(c, bias, columns, box + box_row * kBoxRow + (lane / 16 ^ box_row % 8) * 16);
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) store_wait<0>();  // wait for the other box's store: every warp may write it after the barrier

@@ -1,4 +1,4 @@
-// NF4 (bitsandbytes layout) to f32, f16 or bf16 in one kernel, the double-quantised block maxima resolved on the way.
+// Dequantizes NF4 (bitsandbytes layout), including double-quantized block maxima, to f32, f16 or bf16 in one kernel.
 #include "common.cuh"
 
 namespace zerolora {
@@ -14,7 +14,7 @@ struct Args {
 __device__ __forceinline__ float block_maximum(const Args& a, const float* nested_code, int64_t block) {
   if (a.w.nested_code == nullptr) return static_cast<const float*>(a.w.absmax)[block];
   const uint8_t q = static_cast<const uint8_t*>(a.w.absmax)[block];
-  // Rounded after the product and after the sum, as bitsandbytes does it: the values must agree bit by bit.
+  // Round after the product and after the sum, as bitsandbytes does: the values must agree bitwise.
   return __fadd_rn(__fmul_rn(nested_code[q], a.w.nested_absmax[block >> a.nested_shift]), *a.w.offset);
 }
 
@@ -38,13 +38,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(con
         v[2 * b] = code[bytes >> (8 * b + 4) & 15u] * maximum;
         v[2 * b + 1] = code[bytes >> (8 * b) & 15u] * maximum;
       }
-      if constexpr (sizeof(T) == 2) {
-        *reinterpret_cast<uint4*>(out + i) =
-            make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
-      } else {
-        reinterpret_cast<float4*>(out + i)[0] = make_float4(v[0], v[1], v[2], v[3]);
-        reinterpret_cast<float4*>(out + i)[1] = make_float4(v[4], v[5], v[6], v[7]);
-      }
+      store8(out + i, v);
     } else {
       for (int64_t k = i; k < a.w.count; ++k) {
         const uint8_t byte = a.w.packed[k / 2];
@@ -54,28 +48,22 @@ template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(con
   }
 }
 
-int log2_of(int power) {
+int exact_log2(int power) {
   int shift = 0;
   while ((1 << shift) < power) ++shift;
   return shift;
-}
-
-template <typename T> void start(const Args& args, void* out, cudaStream_t stream) {
-  constexpr int64_t kPerBlock = static_cast<int64_t>(kThreads) * kPerThread * kUnroll;
-  const unsigned blocks = static_cast<unsigned>((args.w.count + kPerBlock - 1) / kPerBlock);
-  nf4_kernel<T><<<blocks, kThreads, 0, stream>>>(args, static_cast<T*>(out));
 }
 
 }  // namespace
 
 cudaError_t launch_nf4(const Nf4& weight, DType dtype, void* out, cudaStream_t stream) {
   if (weight.count == 0) return cudaSuccess;
-  const Args args{weight, log2_of(weight.block), log2_of(weight.nested_block)};
-  switch (dtype) {
-    case DType::f32: start<float>(args, out, stream); break;
-    case DType::f16: start<__half>(args, out, stream); break;
-    case DType::bf16: start<__nv_bfloat16>(args, out, stream); break;
-  }
+  const Args args{weight, exact_log2(weight.block), exact_log2(weight.nested_block)};
+  constexpr int64_t kPerBlock = static_cast<int64_t>(kThreads) * kPerThread * kUnroll;
+  const unsigned blocks = static_cast<unsigned>((weight.count + kPerBlock - 1) / kPerBlock);
+  by_type(dtype, [&](auto* element) {
+    nf4_kernel<<<blocks, kThreads, 0, stream>>>(args, static_cast<decltype(element)>(out));
+  });
   return cudaGetLastError();
 }
 

@@ -1,4 +1,4 @@
-// The adapters of one call: checked against x, and laid out as the kernels read them.
+// The adapters of one call: checked against x, and converted to the kernels' layout.
 // Legend: T tokens, I in, O out, R rank; the ranks of a group are concatenated, each padded to a multiple of 8.
 #pragma once
 #include "matrix.h"
@@ -7,7 +7,7 @@ namespace zerolora {
 
 constexpr int kMaxRank = 256;
 
-inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
+inline Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
   Dropout dropout;
   if (p == 0.0) return dropout;
   TORCH_CHECK_VALUE(seed.has_value() && seed->scalar_type() == at::kLong && seed->is_cuda() && seed->numel() == 1,
@@ -18,18 +18,18 @@ inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
   return dropout;
 }
 
-// ValueError, with the values, unless every A fits x: the checks of ops/lora.py on real tensors.
+// Raises ValueError unless every A fits x: the checks of ops/lora.py.
 inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p) {
-  TORCH_CHECK_VALUE(!downs.empty() && downs.size() <= kMaxSiblings && scales.size() == downs.size(), "group of ",
-                    text(downs.size()), " lora_down, ", text(scales.size()), " scales: as many of each, 1 to ",
-                    text(kMaxSiblings));
-  TORCH_CHECK_VALUE(x.dim() >= 2, "x of shape ", text(x), ": at least [tokens, features] is expected");
+  TORCH_CHECK_VALUE(!downs.empty() && downs.size() <= kMaxGroup && scales.size() == downs.size(), "group of ",
+                    text(downs.size()), " lora_down, ", text(scales.size()), " scales: need equal counts, 1 to ",
+                    text(kMaxGroup));
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x of shape ", text(x), ": expected at least [tokens, features]");
   TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout=", std::to_string(p), ": must lie in [0, 1)");
   for (const Tensor& down : downs) {
     TORCH_CHECK_VALUE(down.dim() == 2 && down.size(1) == x.size(-1), "x ", text(x), ", lora_down ", text(down),
                       ": expected x [..., I], lora_down [R, I]");
-    TORCH_CHECK_VALUE(down.size(0) >= 1 && down.size(0) <= kMaxRank, "r=", text(down.size(0)),
-                      ": the operator takes ranks from 1 to ", text(kMaxRank));
+    TORCH_CHECK_VALUE(down.size(0) >= 1 && down.size(0) <= kMaxRank, "r=", text(down.size(0)), ": must be 1 to ",
+                      text(kMaxRank));
     TORCH_CHECK_VALUE(down.device() == x.device(), "x on ", x.device().str(), ", lora_down on ", down.device().str(),
                       ": move them together");
     TORCH_CHECK_VALUE(down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat, "x is ", type_name(x),
@@ -37,12 +37,12 @@ inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<doub
   }
 }
 
-// The same for every B, which must fit its A and its weight's outputs.
+// Raises ValueError unless, in addition, every B fits its A and its weight's outputs.
 inline void check_adapters(const Tensor& x, at::IntArrayRef outs, at::TensorList downs, at::TensorList ups,
                            at::ArrayRef<double> scales, double p) {
   TORCH_CHECK_VALUE(downs.size() == outs.size() && ups.size() == outs.size(), "group of ", text(outs.size()),
                     " weights, ", text(downs.size()), " lora_down, ", text(ups.size()),
-                    " lora_up: as many of each, 1 to ", text(kMaxSiblings));
+                    " lora_up: need equal counts, 1 to ", text(kMaxGroup));
   check_downs(x, downs, scales, p);
   for (size_t i = 0; i < outs.size(); ++i) {
     const Tensor &down = downs[i], &up = ups[i];
@@ -60,10 +60,10 @@ inline void check_biases(at::TensorList biases, at::IntArrayRef outs) {
   bool fit = biases.empty() || biases.size() == outs.size();
   for (size_t i = 0; fit && i < biases.size(); ++i) fit = biases[i].dim() == 1 && biases[i].size(0) == outs[i];
   TORCH_CHECK_VALUE(fit, text(biases.size()), " biases for ", text(outs.size()),
-                    " weights: one per output of each weight, or none");
+                    " weights: need one per output of each, or none");
 }
 
-// Position of each projection's ranks in h and dh.
+// The position of each projection's ranks in h and dh.
 struct Layout {
   std::vector<int> begin, rank, padded;
   int total = 0;
@@ -78,7 +78,7 @@ struct Layout {
   size_t size() const { return begin.size(); }
 };
 
-// ValueError unless h is what a projection of x by these A gives.
+// Raises ValueError unless h has the shape and type of the projection of x by these A.
 inline void check_h(const Tensor& h, const Tensor& x, const Matrix& rows, const Layout& layout) {
   TORCH_CHECK_VALUE(h.dim() == 2 && h.size(0) == rows.rows && h.size(1) == layout.total &&
                         h.scalar_type() == x.scalar_type() && h.device() == x.device(),
@@ -91,37 +91,35 @@ struct Adapters {
   std::vector<Matrix> ups;  // B of each, [O, padded]
 };
 
-inline bool usable_as_is(const Tensor& tensor, DType type) { return type_of(tensor) == type && tensor.is_contiguous(); }
+inline bool usable_as_is(const Tensor& tensor, DType type) {
+  return to_dtype(tensor) == type && tensor.is_contiguous();
+}
 
-// Whether all A are contiguous in memory already, as in one flat buffer of all adapters.
+// Returns whether all A are adjacent in memory, as in a flat buffer of all adapters.
 inline bool downs_adjacent(at::TensorList downs, const Layout& layout, DType type) {
   const char* next = static_cast<const char*>(downs[0].const_data_ptr());
   for (size_t i = 0; i < downs.size(); ++i) {
     if (layout.rank[i] != layout.padded[i] || !usable_as_is(downs[i], type) || downs[i].const_data_ptr() != next)
       return false;
-    next += downs[i].numel() * bytes_of(type);
+    next += downs[i].numel() * element_bytes(type);
   }
   return true;
 }
 
 inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t rows, int64_t cols) {
-  return {source.const_data_ptr(),
-          type_of(source),
-          type,
-          source.stride(0),
-          source.stride(1),
-          source.size(0),
-          source.size(1),
-          target,
-          rows,
-          cols};
+  PackJob job;
+  job.source = source.const_data_ptr(), job.source_dtype = to_dtype(source), job.target_dtype = type;
+  job.row_stride = source.stride(0), job.col_stride = source.stride(1);
+  job.rows = source.size(0), job.cols = source.size(1);
+  job.target = target, job.target_rows = rows, job.target_cols = cols;
+  return job;
 }
 
-// The adapters in x's type and padded; those that have that form already are used in place, the rest is copied in one
-// launch. A list that is not needed may be empty.
+// Returns the adapters padded and in the type of x. Those that already are so are used in place; the others are copied
+// in one launch. A list that is not needed may be empty.
 inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
                               cudaStream_t stream) {
-  const DType type = type_of(x);
+  const DType type = to_dtype(x);
   const int64_t width = x.size(-1);
   Adapters packed;
   packed.downs = {nullptr, layout.total, width, width, type, {}};
@@ -139,7 +137,7 @@ inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const La
   char* next = static_cast<char*>(packed.downs.owner.data_ptr());
   const auto take = [&next, type](int64_t count) {
     char* const here = next;
-    next += (count + 7) / 8 * 8 * bytes_of(type);
+    next += (count + 7) / 8 * 8 * element_bytes(type);
     return here;
   };
   std::array<PackJob, kMaxPackJobs> jobs;
@@ -147,7 +145,8 @@ inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const La
   if (copy_downs) {
     char* const all = take(layout.total * width);
     for (size_t i = 0; i < downs.size(); ++i)
-      jobs[count++] = pack_job(downs[i], type, all + layout.begin[i] * width * bytes_of(type), layout.padded[i], width);
+      jobs[count++] =
+          pack_job(downs[i], type, all + layout.begin[i] * width * element_bytes(type), layout.padded[i], width);
     packed.downs.data = all;
   }
   for (size_t i = 0; i < ups.size(); ++i) {

@@ -1,10 +1,10 @@
 // The derivative of `lora_forward`, `nf4_forward` and `eight_bit_forward` for CUDA tensors: the formulas of
 // ops/lora.py, ops/nf4.py and ops/eight_bit.py without Python in the forward or the backward pass.
 //
-// Saved for the backward: x, h, the seed, and the weights and adapters as they were given, so that ZeRO-3, which frees
-// a Parameter after the forward and gathers it before the backward, acts on the same tensor. They are saved before the
-// outputs are computed: a recomputed checkpoint region stops at the last tensor its backward needs (torch's early
-// stop), so the outputs of a linear at its end, the down projection of a layer, are not computed twice.
+// Saved for the backward: x, h, the seed, and the weights and adapters exactly as passed, because ZeRO-3 frees a
+// Parameter after the forward and gathers the same tensor before the backward. They are saved before the outputs are
+// computed: a recomputed checkpoint region stops at the last tensor its backward needs (torch's early
+// stop), so the outputs of a linear at its end (a layer's down projection) are not computed twice.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -50,8 +50,8 @@ template <typename Signature> c10::TypedOperatorHandle<Signature> find(const cha
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// How the frozen weights are given: as they are, in 8 bits (`states` are the scales of their rows), or packed to 4 bits
-// (then there is a block size as well).
+// The frozen weights: in the type of x (no states), in 8 bits (`states` are the scales of their rows), or packed to
+// 4 bits (with a block size).
 struct Base {
   at::TensorList weights, states;
   at::IntArrayRef rows;
@@ -95,8 +95,8 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                   p, seed, need_x, need_down, need_up);
 }
 
-// A context files its own saved tensors only after `forward` has returned.
-struct Kept : torch::CustomClassHolder {
+// Saved tensors. A context stores its own only after `forward` has returned.
+struct Saved : torch::CustomClassHolder {
   std::vector<torch::autograd::SavedVariable> variables;
 };
 
@@ -108,12 +108,12 @@ struct Group : torch::autograd::Function<Group> {
                          Scales scales, double p, const MaybeTensor& seed) {
     const Base base{weights, states, rows, block, nested_block};
     const Tensor h = call_project(x, downs, scales, p, seed);
-    const auto kept = c10::make_intrusive<Kept>();
-    kept->variables.reserve(3 + 3 * weights.size() + states.size());
-    for (const Tensor& tensor : {x, h, seed.value_or(Tensor())}) kept->variables.emplace_back(tensor, false);
+    const auto tensors = c10::make_intrusive<Saved>();
+    tensors->variables.reserve(3 + 3 * weights.size() + states.size());
+    for (const Tensor& tensor : {x, h, seed.value_or(Tensor())}) tensors->variables.emplace_back(tensor, false);
     for (const at::TensorList& list : {weights, downs, ups, states})
-      for (const Tensor& tensor : list) kept->variables.emplace_back(tensor, false);
-    ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
+      for (const Tensor& tensor : list) tensors->variables.emplace_back(tensor, false);
+    ctx->saved_data["tensors"] = c10::IValue::make_capsule(tensors);
     Tensors outputs = std::get<0>(call_forward(x, base, biases, downs, ups, scales, p, seed, h));
     ctx->saved_data["counts"] =
         std::vector<int64_t>{static_cast<int64_t>(weights.size()), static_cast<int64_t>(states.size()),
@@ -121,16 +121,16 @@ struct Group : torch::autograd::Function<Group> {
     ctx->saved_data["rows"] = rows.vec();
     ctx->saved_data["scales"] = scales.vec();
     ctx->saved_data["p"] = p;
-    ctx->set_materialize_grads(false);  // h has no gradient, and zeros of its size would be made for it
+    ctx->set_materialize_grads(false);  // else zeros would be allocated for h, which has no gradient
     outputs.push_back(h);
     ctx->mark_non_differentiable({outputs.back()});
-    return std::move(outputs);
+    return outputs;
   }
 
   static Tensors backward(AutogradContext* ctx, Tensors grads) {
     const std::vector<int64_t> counts = ctx->saved_data["counts"].toIntVector();
     const size_t n = counts[0], states = counts[1], biases = counts[2];
-    const Tensors saved = take_kept(ctx);
+    const Tensors saved = take_saved(ctx);
     const at::TensorList all(saved);
     const Tensor& x = all[0];
     const at::TensorList weights = all.slice(3, n), downs = all.slice(3 + n, n), ups = all.slice(3 + 2 * n, n);
@@ -170,11 +170,11 @@ struct Group : torch::autograd::Function<Group> {
     return results;
   }
 
-  // The saved tensors; freed unless the graph is retained, as the engine does with a context's own list.
-  static Tensors take_kept(AutogradContext* ctx) {
+  // Returns the saved tensors and frees them unless the graph is retained, as the engine does with a context's list.
+  static Tensors take_saved(AutogradContext* ctx) {
     ctx->get_saved_variables();  // empty, but raises on a second backward through a freed graph
-    const auto capsule = ctx->saved_data["kept"].toCapsule();
-    auto& variables = static_cast<Kept*>(capsule.get())->variables;
+    const auto capsule = ctx->saved_data["tensors"].toCapsule();
+    auto& variables = static_cast<Saved*>(capsule.get())->variables;
     Tensors tensors;
     tensors.reserve(variables.size());
     for (const auto& variable : variables) tensors.push_back(variable.unpack());
@@ -183,52 +183,39 @@ struct Group : torch::autograd::Function<Group> {
   }
 };
 
-// Whether a derivative will be needed; without one nothing is saved.
-bool differentiated(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs, at::TensorList ups,
-                    const MaybeTensor& h) {
-  const bool wanted = torch::autograd::compute_requires_grad(x, base.weights, biases, downs, ups);
-  TORCH_CHECK_VALUE(!wanted || !h.has_value(), "h was given: the derivative is known for the whole forward alone");
-  return wanted;
-}
-
-Outputs split(Tensors outputs) {
-  Tensor h = std::move(outputs.back());
+// Records the derivative if one will be needed; otherwise nothing is saved.
+Outputs forward(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
+  if (!torch::autograd::compute_requires_grad(x, base.weights, biases, downs, ups))
+    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
+  TORCH_CHECK_VALUE(!h.has_value(), "h: only the whole forward pass, without h, has a derivative");
+  Tensors outputs = Group::apply(x, base.weights, base.states, biases, downs, ups, base.rows, base.block,
+                                 base.nested_block, scales, p, seed);
+  Tensor projected = std::move(outputs.back());
   outputs.pop_back();
-  return {std::move(outputs), std::move(h)};
+  return {std::move(outputs), std::move(projected)};
 }
 
 Outputs lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases, at::TensorList downs,
                      at::TensorList ups, Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
-  const Base base{weights, {}, {}};
-  if (!differentiated(x, base, biases, downs, ups, h))
-    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
-  return split(Group::apply(x, weights, at::TensorList(), biases, downs, ups, at::IntArrayRef(), int64_t{0}, int64_t{0},
-                            scales, p, seed));
+  return forward(x, {weights, {}, {}}, biases, downs, ups, scales, p, seed, h);
 }
 
 Outputs eight_bit_forward(const Tensor& x, at::TensorList weights, at::TensorList row_scales, at::TensorList biases,
                           at::TensorList downs, at::TensorList ups, Scales scales, double p, const MaybeTensor& seed,
                           const MaybeTensor& h) {
-  const Base base{weights, row_scales, {}};
-  if (!differentiated(x, base, biases, downs, ups, h))
-    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
-  return split(Group::apply(x, weights, row_scales, biases, downs, ups, at::IntArrayRef(), int64_t{0}, int64_t{0},
-                            scales, p, seed));
+  return forward(x, {weights, row_scales, {}}, biases, downs, ups, scales, p, seed, h);
 }
 
 Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states, at::IntArrayRef rows, int64_t block,
                     int64_t nested_block, at::TensorList biases, at::TensorList downs, at::TensorList ups,
                     Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
-  const Base base{packed, states, rows, block, nested_block};
-  if (!differentiated(x, base, biases, downs, ups, h))
-    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
-  return split(Group::apply(x, packed, states, biases, downs, ups, rows, block, nested_block, scales, p, seed));
+  return forward(x, {packed, states, rows, block, nested_block}, biases, downs, ups, scales, p, seed, h);
 }
 
 }  // namespace
 
-// For CUDA tensors only: others use the formula that Python registered for every device. The tests register it for CPU
-// tensors instead.
+// For CUDA tensors only: other devices use the formula that Python registers. The tests build this file for the CPU.
 #ifndef ZEROLORA_AUTOGRAD
 #define ZEROLORA_AUTOGRAD AutogradCUDA
 #endif
@@ -236,7 +223,7 @@ TORCH_LIBRARY_IMPL(zerolora, ZEROLORA_AUTOGRAD, library) {
   library.impl("lora_forward", lora_forward);
   library.impl("nf4_forward", nf4_forward);
   library.impl("eight_bit_forward", eight_bit_forward);
-  // A second derivative is refused, not silently zero.
+  // Refuse a second derivative; without this it would silently be zero.
   library.impl("lora_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("nf4_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("eight_bit_backward", torch::autograd::autogradNotImplementedFallback());

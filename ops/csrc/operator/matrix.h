@@ -1,4 +1,4 @@
-// Matrices in device memory for the kernels and for cuBLAS: pointers and strides, so that a call makes no tensor views.
+// Matrices in device memory for the kernels and for cuBLAS: pointers and strides, because tensor views cost host time.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -20,8 +20,8 @@ namespace zerolora {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// Formats values in messages as Python does. Avoids streams: their locale in a statically linked libstdc++ (some
-// images) is not shared with torch's, and writing a number through it crashes.
+// Formats values in messages as Python does, without streams: where libstdc++ is linked statically, its locale is not
+// torch's, and writing a number crashes.
 inline std::string text(int64_t value) { return std::to_string(value); }
 inline std::string text(at::IntArrayRef shape) {
   std::string line = "(";
@@ -31,15 +31,19 @@ inline std::string text(at::IntArrayRef shape) {
 inline std::string text(const Tensor& tensor) { return text(tensor.sizes()); }
 inline const char* type_name(const Tensor& tensor) { return c10::toString(tensor.scalar_type()); }
 
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  return c10::cuda::getCurrentCUDAStream(tensor.get_device());
+}
+
 inline void check(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "zerolora: ", what, ": ", cudaGetErrorString(status));
 }
 
-#ifndef ZEROLORA_CAPABILITY  // set by the builder for builds that are PTX alone: kernels of newer cards are not in them
+#ifndef ZEROLORA_CAPABILITY  // set by the builder for PTX-only builds, which lack the kernels of newer cards
 #define ZEROLORA_CAPABILITY 1000
 #endif
 
-inline const Device& card_of(const Tensor& tensor) {
+inline const Device& device_info(const Tensor& tensor) {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> known;
@@ -60,7 +64,7 @@ inline const Device& card_of(const Tensor& tensor) {
   return devices[index];
 }
 
-inline DType type_of(at::ScalarType type) {
+inline DType to_dtype(at::ScalarType type) {
   switch (type) {
     case at::kFloat: return DType::f32;
     case at::kHalf: return DType::f16;
@@ -70,10 +74,10 @@ inline DType type_of(at::ScalarType type) {
                         ": the CUDA operator takes float32, float16 and bfloat16");
   }
 }
-inline DType type_of(const Tensor& tensor) { return type_of(tensor.scalar_type()); }
-inline int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
+inline DType to_dtype(const Tensor& tensor) { return to_dtype(tensor.scalar_type()); }
+inline int64_t element_bytes(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// Row-major with contiguous rows. `owner` keeps memory alive that the caller does not own.
+// Row-major with contiguous rows. `owner` keeps the memory alive if the caller does not own it.
 struct Matrix {
   void* data = nullptr;
   int64_t rows = 0, cols = 0, ld = 0;
@@ -81,18 +85,44 @@ struct Matrix {
   Tensor owner;
 
   Matrix columns(int64_t begin, int64_t count) const {
-    return {static_cast<char*>(data) + begin * bytes_of(type), rows, count, ld, type, owner};
+    return {static_cast<char*>(data) + begin * element_bytes(type), rows, count, ld, type, owner};
   }
 };
 
-// A tensor's leading dimensions flattened: [T, width]; a copy only if rows are not contiguous or evenly spaced.
-inline Matrix rows_of(const Tensor& tensor) {
+// Flattens the leading dimensions to [T, width]; copies only if rows are not contiguous or not evenly spaced.
+inline Matrix flatten_rows(const Tensor& tensor) {
   const int64_t width = tensor.size(-1), rows = width == 0 ? 0 : tensor.numel() / width;
-  if (tensor.is_contiguous()) return {tensor.data_ptr(), rows, width, width, type_of(tensor), tensor};
+  if (tensor.is_contiguous()) return {tensor.data_ptr(), rows, width, width, to_dtype(tensor), tensor};
   const Tensor flat = tensor.reshape({-1, width});
   const bool strided = flat.stride(1) == 1 && (flat.stride(0) >= width || rows <= 1);
   const Tensor owner = strided ? flat : flat.contiguous();
-  return {owner.data_ptr(), rows, width, rows <= 1 ? width : owner.stride(0), type_of(owner), owner};
+  return {owner.data_ptr(), rows, width, rows <= 1 ? width : owner.stride(0), to_dtype(owner), owner};
+}
+
+// Describes the NF4 weights in `packed`, of one matrix or of several experts ([experts, rows, cols], quantized one by
+// one). state: [absmax, code] or, double-quantized, [absmax, code, nested absmax, nested code, offset].
+inline Nf4 describe_nf4(const Tensor& packed, at::TensorList state, at::IntArrayRef shape, int64_t block,
+                        int64_t nested_block) {
+  TORCH_CHECK_VALUE(state.size() == 2 || state.size() == 5, "NF4 state of ", text(state.size()),
+                    " tensors: expected 2 or 5");
+  const int64_t bytes = packed.numel() * packed.element_size(), values = c10::multiply_integers(shape);
+  TORCH_CHECK_VALUE(bytes * 2 >= values && packed.is_contiguous(), "NF4 weight of ", text(bytes),
+                    " bytes: ", text(shape), " needs ", text((values + 1) / 2),
+                    " contiguous bytes; under ZeRO-3 gather the parameter first");
+  const bool nested = state.size() == 5;
+  TORCH_CHECK_VALUE(state[0].scalar_type() == (nested ? at::kByte : at::kFloat), "NF4 absmax of dtype ",
+                    type_name(state[0]), ": expected ", nested ? "uint8" : "float32");
+  for (const Tensor& tensor : state) TORCH_CHECK_VALUE(tensor.is_contiguous(), "NF4 state: make it contiguous");
+  Nf4 weight;
+  weight.packed = static_cast<const uint8_t*>(packed.const_data_ptr()), weight.absmax = state[0].const_data_ptr();
+  weight.code = state[1].const_data_ptr<float>();
+  if (nested) {
+    weight.nested_absmax = state[2].const_data_ptr<float>(), weight.nested_code = state[3].const_data_ptr<float>();
+    weight.offset = state[4].const_data_ptr<float>();
+  }
+  weight.count = shape[shape.size() - 2] * shape.back();
+  weight.block = static_cast<int>(block), weight.nested_block = static_cast<int>(nested_block);
+  return weight;
 }
 
 inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
@@ -102,13 +132,13 @@ inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
 }
 
 // C = alpha op(A) op(B) + beta C by cuBLAS on torch's handle (its stream, workspace and precision settings); op
-// transposes if `turn_*` is set.
-inline void product(const Matrix& c, float alpha, const Matrix& a, bool turn_a, const Matrix& b, bool turn_b,
+// transposes if `transpose_*` is set.
+inline void product(const Matrix& c, float alpha, const Matrix& a, bool transpose_a, const Matrix& b, bool transpose_b,
                     float beta, cudaStream_t stream) {
   if (c.rows == 0 || c.cols == 0) return;
-  const int64_t depth = turn_a ? a.rows : a.cols;
-  if (depth == 0) {  // no terms: skip cuBLAS
-    const auto bytes = [&](int64_t count) { return static_cast<size_t>(count * bytes_of(c.type)); };
+  const int64_t depth = transpose_a ? a.rows : a.cols;
+  if (depth == 0) {
+    const auto bytes = [&](int64_t count) { return static_cast<size_t>(count * element_bytes(c.type)); };
     if (beta == 0.f)
       check(cudaMemset2DAsync(c.data, bytes(c.ld), 0, bytes(c.cols), static_cast<size_t>(c.rows), stream),
             "clearing an empty product");
@@ -124,9 +154,9 @@ inline void product(const Matrix& c, float alpha, const Matrix& a, bool turn_a, 
   // cuBLAS reads columns: it computes C^T = op(B)^T op(A)^T.
   const auto size = [](int64_t count) { return static_cast<int>(count); };
   const cublasStatus_t status =
-      cublasGemmEx(handle, turn_b ? CUBLAS_OP_T : CUBLAS_OP_N, turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, size(c.cols),
-                   size(c.rows), size(depth), &alpha, b.data, type, size(b.ld), a.data, type, size(a.ld), &beta, c.data,
-                   type, size(c.ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT_TENSOR_OP);
+      cublasGemmEx(handle, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+                   size(c.cols), size(c.rows), size(depth), &alpha, b.data, type, size(b.ld), a.data, type, size(a.ld),
+                   &beta, c.data, type, size(c.ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT_TENSOR_OP);
   if (exact) cublasSetMathMode(handle, CUBLAS_DEFAULT_MATH);
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "zerolora: cuBLAS: ", cublasGetStatusString(status), " for ",
               text({c.rows, depth}), " x ", text({depth, c.cols}));

@@ -1,4 +1,4 @@
-// From matrices to kernel launches: the passes of the forward and the backward, and when to use cuBLAS instead.
+// The passes of the forward and the backward as kernel launches, or as products of cuBLAS if those are faster.
 // Legend: T tokens, I in, O out, R rank; the ranks of a group are concatenated, each padded to a multiple of 8.
 #pragma once
 #include <algorithm>
@@ -7,13 +7,13 @@
 
 namespace zerolora {
 
-// Below this many tokens everything stays in L2: a second read costs little, and adding the adapter after the frozen
-// product costs less than accumulating the product into a prefilled output (docs/lab/operators.md).
+// Below this many tokens everything stays in L2, so a second read costs little, and adding the adapter after the frozen
+// product is faster than accumulating the product into a prefilled output (docs/lab/operators.md).
 constexpr int64_t kFewTokens = 4096;
-// Below this many tokens our pass for h, which needs no second launch, is faster than cuBLAS's product.
+// Below this many tokens our pass for h, which is a single launch, is faster than cuBLAS's product.
 constexpr int64_t kOwnProjection = 2048;
 
-// One matrix to read, with the results to compute from it.
+// A matrix to read, and the results to compute from it.
 struct Job {
   RankPass pass;
   std::vector<Target> u, g;
@@ -27,17 +27,17 @@ inline RankPass pass_over(const Matrix& z) {
   return pass;
 }
 
-// The part of a target within the ranks [base, base + R) of one launch, as that launch numbers them.
-inline Target part_of(const Target& target, int base, int R, bool by_rank, DType type) {
+// Returns the part of a target within the ranks [base, base + R) of one launch, in that launch's numbering.
+inline Target clip_target(const Target& target, int base, int R, bool by_rank, DType type) {
   Target part = target;
   const int first = std::max(target.begin, base), last = std::min(target.begin + target.rank, base + R);
   part.begin = first - base, part.rank = std::max(0, last - first);
-  part.out = static_cast<char*>(target.out) + (first - target.begin) * (by_rank ? target.ld : 1) * bytes_of(type);
+  part.out = static_cast<char*>(target.out) + (first - target.begin) * (by_rank ? target.ld : 1) * element_bytes(type);
   return part;
 }
 
-// The reduction that adds up the partial sums a launch has written for a target.
-inline Reduction reduction_of(const Target& target, const RankWork& work, bool is_g, DType type, bool accumulate) {
+// Returns the reduction of the partial sums that a launch writes for a target.
+inline Reduction make_reduction(const Target& target, const RankWork& work, bool is_g, DType type, bool accumulate) {
   const RankPass& pass = work.pass;
   Reduction r;
   r.scale = target.scale, r.out = target.out, r.out_dtype = type, r.accumulate = accumulate, r.ld_out = target.ld;
@@ -55,10 +55,10 @@ inline Reduction reduction_of(const Target& target, const RankWork& work, bool i
   return r;
 }
 
-// Runs the primitive over every job, kRankChunk ranks per launch and the projections of a group together if the kernel
-// can, and adds the partial sums in one launch. A job's first launch stores the mask's bits for the others.
+// Runs the primitive for every job with at most kRankChunk ranks per launch, merging the projections of a group where
+// the kernel can, and adds the partial sums in one launch. A job's first launch stores the mask's bits for the others.
 inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
-  const Device& device = card_of(like);
+  const Device& device = device_info(like);
   std::vector<RankWork> works;
   for (const Job& job : jobs)
     for (int base = 0; base < job.pass.R; base += kRankChunk) {
@@ -66,7 +66,7 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
       RankPass& pass = work.pass = job.pass;
       pass.R = std::min(kRankChunk, job.pass.R - base);
       pass.dropout.stored = pass.dropout.bits != nullptr && base > 0;
-      const int64_t element = bytes_of(pass.dtype);
+      const int64_t element = element_bytes(pass.dtype);
       if (pass.p != nullptr)
         pass.p = static_cast<const char*>(pass.p) + base * (pass.p_by_rank ? pass.ldp : 1) * element;
       if (pass.v != nullptr) pass.v = static_cast<const char*>(pass.v) + base * element;
@@ -89,10 +89,10 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
         const bool finished = work.plan.finished && is_g == job.u.empty();
         if (finished) work.out_dtype = type, work.accumulate = accumulate;
         for (const Target& target : targets) {
-          const Target part = part_of(target, base, work.pass.R, is_g && job.pass.g_by_rank, type);
+          const Target part = clip_target(target, base, work.pass.R, is_g && job.pass.g_by_rank, type);
           if (part.rank == 0) continue;
           if (finished) work.target[work.targets++] = part;
-          else reductions.push_back(reduction_of(part, work, is_g, type, accumulate));
+          else reductions.push_back(make_reduction(part, work, is_g, type, accumulate));
         }
       };
       add(job.u, false, job.u_type, false), add(job.g, true, job.g_type, job.accumulate_g);
@@ -106,7 +106,7 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
         "launching the reduction");
 }
 
-// y = h Q^T, Q as [D,R] or, by rank, [R,D].
+// Describes y = h Q^T, with Q as [D,R] or, by rank, [R,D].
 inline Expand expand_job(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank) {
   Expand job;
   job.dtype = y.type;
@@ -115,15 +115,15 @@ inline Expand expand_job(const Matrix& y, const Matrix& h, const Matrix& q, bool
   return job;
 }
 
-// y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), for a mask or a bias.
-// Otherwise `prefill`, or a product of cuBLAS (docs/lab/operators.md).
+// Computes y = keep * (h Q^T) + bias (or adds it to y), with h [T,R] and Q [D,R] (or [R,D]: by_rank). Without a mask
+// and a bias, `prefill` or cuBLAS is faster (docs/lab/operators.md).
 inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   Expand job = expand_job(y, h, q, by_rank);
   job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   job.accumulate = accumulate, job.dropout = dropout;
-  if (expand_supported(job, card_of(like))) {
-    check(launch_expand(job, card_of(like), stream), "launching the expansion");
+  if (expand_supported(job, device_info(like))) {
+    check(launch_expand(job, device_info(like), stream), "launching the expansion");
     return;
   }
   Matrix target = y;
@@ -139,29 +139,29 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   if (bias.defined()) view(y).add_(bias);
 }
 
-// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true if Hopper's kernel did it, false if cuBLAS must
-// (docs/lab/operators.md).
+// Computes y = h Q^T by Hopper's kernel, with Q as [D,R] or, by rank, [R,D]; returns false if it does not support the
+// case.
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
   const Expand job = expand_job(y, h, q, by_rank);
-  if (!expand_wgmma_supported(job, card_of(like))) return false;
-  check(launch_expand_wgmma(job, card_of(like), stream), "launching the prefill");
+  if (!expand_wgmma_supported(job, device_info(like))) return false;
+  check(launch_expand_wgmma(job, device_info(like), stream), "launching the prefill");
   return true;
 }
 
-// h = s (m*x) A^T for the whole group, [T, total].
+// Returns h = s (m*x) A^T of the whole group, [T, total].
 inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, const Layout& layout,
                       at::ArrayRef<double> scales, const Dropout& dropout, cudaStream_t stream) {
   const Tensor h = at::empty({rows.rows, layout.total}, x.options());
-  const Matrix out = rows_of(h);
+  const Matrix out = flatten_rows(h);
   const bool one_scale = std::all_of(scales.begin(), scales.end(), [&](double s) { return s == scales[0]; });
   std::vector<Job> jobs(1);
   Job& job = jobs[0];
   job.pass = pass_over(rows);
   job.pass.p = downs.data, job.pass.ldp = downs.ld, job.pass.p_by_rank = true, job.pass.R = layout.total;
   job.pass.dropout = dropout;
-  const bool own = rows.rows < kOwnProjection && wgmma_takes(job.pass, card_of(x));
-  if (dropout.seed == nullptr && one_scale && !own) {  // cuBLAS is a few percent faster there (docs/lab/operators.md)
+  const bool own = rows.rows < kOwnProjection && wgmma_supported(job.pass, device_info(x));
+  if (dropout.seed == nullptr && one_scale && !own) {  // cuBLAS is a few percent faster (docs/lab/operators.md)
     product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
     return h;
   }
@@ -173,29 +173,29 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   return h;
 }
 
-// Two products of cuBLAS instead of one pass of ours: for fp32, which is bound by arithmetic, and for ranks of several
-// launches over a matrix that stays in L2 for the second product (docs/lab/operators.md); not for groups, which share
-// our pass.
-inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
+// Returns whether two products of cuBLAS are faster than our pass: in fp32, where arithmetic is the limit, and for a
+// rank that needs several launches over a matrix that stays in L2 (docs/lab/operators.md). Groups share our pass.
+inline bool prefer_products(const Matrix& z, int64_t rank, size_t projections) {
   constexpr int64_t kCached = 1 << 25, kSmall = 1 << 22;  // elements
   const int64_t elements = z.rows * z.cols;
   if (z.type == DType::f32) return rank > (elements < kSmall ? 16 : 8);
-  return rank > kRankChunk && siblings == 1 && elements < kCached;
+  return rank > kRankChunk && projections == 1 && elements < kCached;
 }
 
-// Inputs and outputs of the backward of one projection, dh with m's factor in `scale`; no dB if grad_up has no data.
+// Inputs and outputs of the backward of one projection. `scale` includes the factor of m; without data in grad_up there
+// is no dB.
 struct Outer {
   Matrix grad, up, h, dh, grad_up;
   float scale = 1.f;
 };
 
-// One pass over each dY: dh = s dY B, dB = dY^T h (h contains s already); a group shares the launches.
-inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, const Tensor& like,
+// Computes dh = s dY B and dB = dY^T h (h contains s) in one pass over each dY; a group shares the launches.
+inline void backward_outer(const std::vector<Outer>& projections, bool accumulate, const Tensor& like,
                            cudaStream_t stream) {
   std::vector<Job> jobs;
-  for (const Outer& o : siblings) {
+  for (const Outer& o : projections) {
     const bool fits = o.grad_up.type == o.grad.type && o.grad_up.cols == o.h.cols;
-    if (o.grad_up.data == nullptr || (fits && products_win(o.grad, o.h.cols, siblings.size()))) {
+    if (o.grad_up.data == nullptr || (fits && prefer_products(o.grad, o.h.cols, projections.size()))) {
       product(o.dh, o.scale, o.grad, false, o.up, false, 0.f, stream);
       if (o.grad_up.data != nullptr) product(o.grad_up, 1.f, o.grad, true, o.h, false, accumulate ? 1.f : 0.f, stream);
       continue;
@@ -212,21 +212,22 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
   if (!jobs.empty()) run_passes(jobs, like, stream);
 }
 
-// Memory for the mask's bits if the pass over x stores them for the masked dh A; else undefined.
-inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
+// Allocates the mask's bits if the pass over x can store them for the masked dh A; otherwise returns an undefined
+// tensor.
+inline Tensor empty_mask_bits(const Matrix& rows, int rank, const Tensor& like) {
   RankPass pass = pass_over(rows);
   pass.R = std::min(kRankChunk, rank);
-  if (!wgmma_takes(pass, card_of(like))) return {};
+  if (!wgmma_supported(pass, device_info(like))) return {};
   return at::empty({(rows.cols + kWgmmaCols - 1) / kWgmmaCols, rows.rows, 4}, like.options().dtype(at::kInt));
 }
 
-// One pass over x: dA = dh^T (m*x) for the whole group, with m's factor in dh.
+// Computes dA = dh^T (m*x) of the whole group in one pass over x, with the factor of m in dh.
 inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& layout, const Tensors& grad_downs,
                            const Dropout& dropout, bool accumulate, const Tensor& like, cudaStream_t stream) {
-  // Only G for one projection: cuBLAS also reads x once, and wins while x is small.
+  // For one projection cuBLAS also reads x once, and is faster while x is small.
   if (dropout.seed == nullptr && layout.size() == 1 && layout.rank[0] == layout.total &&
-      type_of(grad_downs[0]) == rows.type && (rows.type == DType::f32 || rows.rows < kFewTokens)) {
-    product(rows_of(grad_downs[0]), 1.f, dh, true, rows, false, accumulate ? 1.f : 0.f, stream);
+      to_dtype(grad_downs[0]) == rows.type && (rows.type == DType::f32 || rows.rows < kFewTokens)) {
+    product(flatten_rows(grad_downs[0]), 1.f, dh, true, rows, false, accumulate ? 1.f : 0.f, stream);
     return;
   }
   std::vector<Job> jobs(1);
@@ -234,7 +235,7 @@ inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& l
   job.pass = pass_over(rows);
   job.pass.v = dh.data, job.pass.ldv = dh.ld, job.pass.R = layout.total;
   job.pass.g_by_rank = true, job.pass.dropout = dropout;
-  job.g_type = type_of(grad_downs[0]), job.accumulate_g = accumulate;
+  job.g_type = to_dtype(grad_downs[0]), job.accumulate_g = accumulate;
   for (size_t i = 0; i < layout.size(); ++i)
     job.g.push_back({layout.begin[i], layout.rank[i], 1.f, grad_downs[i].data_ptr(), rows.cols});
   run_passes(jobs, like, stream);

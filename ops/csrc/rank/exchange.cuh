@@ -1,16 +1,16 @@
-// Adds sums over the CTAs of a cluster, in order, through distributed shared memory: U of a row of tiles while a pass
-// for both results continues, and the result of a pass for one result at its end.
+// Adds sums over the CTAs of a cluster in a fixed order through distributed shared memory: U of a row of tiles while a
+// pass for both results continues, or the result of a pass for one result at its end.
 #pragma once
 #include "hopper.cuh"
 
 namespace zerolora {
 
-constexpr int kAdders = 96;    // threads that add: three warps next to the one that copies
+constexpr int kAdders = 96;    // threads that add: the three warps of the copying thread's warpgroup without it
 constexpr int kExchanges = 2;  // rows of tiles that may be in flight
 
-// Each CTA is given a slice of the rows and gets it from every CTA. Slices lie as [CTA it came from][unit of 8
-// rows][pair of 8 ranks][lane], 16 bytes each: the order of the accumulators, so that a warp's store fills 512 bytes in
-// a row.
+// Each CTA adds one slice of the rows, which it receives from every CTA. Slices are stored as [sending CTA][unit of 8
+// rows][pair of 8 ranks][lane], 16 bytes each: the order of the accumulators, so that a warp stores 512 contiguous
+// bytes.
 template <int RP> struct Slices {
   static constexpr int kRows = wgmma_rows(true, RP), kUnits = kRows / 8, kPairs = RP / 16, kUnit = kPairs * 32;
   static constexpr int kBytes = kUnits * kUnit * 16;
@@ -18,8 +18,8 @@ template <int RP> struct Slices {
   __device__ explicit Slices(int cluster) : units(kUnits / cluster) {}
 };
 
-// From the accumulators of m64nRPk16, in which warp w holds the units 2 w and 2 w + 1: of both warpgroups if a tile has
-// 128 rows, else of one.
+// Sends the accumulators of m64nRPk16, of which warp w holds the units 2 w and 2 w + 1: warps of both warpgroups if a
+// tile has 128 rows, of one otherwise.
 template <int RP>
 __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t exchange, uint32_t full, int cluster) {
   using S = Slices<RP>;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t e
   for (int half = 0; half < 2; ++half) {
     const int unit = warp * 2 + half, owner = unit / slices.units;
     const uint32_t slice = (cluster_rank() * slices.units + unit % slices.units) * S::kUnit * 16;
-    const uint32_t target = address_in(exchange, owner) + slice, barrier = address_in(full, owner);
+    const uint32_t target = remote_address(exchange, owner) + slice, barrier = remote_address(full, owner);
 #pragma unroll
     for (int pair = 0; pair < S::kPairs; ++pair)
       store_remote(target + (pair * 32 + lane) * 16, quad(u, half, pair), barrier);
@@ -63,15 +63,14 @@ __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks
         sum.x += value[s].x, sum.y += value[s].y, sum.z += value[s].z, sum.w += value[s].w;
       put(row0, i, sum);
     }
-    if (block + kExchanges >= row_blocks) continue;  // nobody waits for it, and the sender may have exited
+    if (block + kExchanges >= row_blocks) continue;  // no sender waits for it; they may have exited
     named_sync(kAdders);
-    if (thread < cluster) barrier_arrive_remote(address_in(free + buffer * 8, thread));
+    if (thread < cluster) barrier_arrive_remote(remote_address(free + buffer * 8, thread));
   }
 }
 
-// Adds the pieces of 16 bytes from `piece` on, in steps of kThreads, that lie at address(piece) of every CTA, and puts
-// the sums in their place in this one. A thread has 8 loads in flight: of as many pieces as clusters of up to kMost
-// allow.
+// Adds the 16-byte pieces at address(piece) over all CTAs, for pieces from `piece` in steps of kThreads, and stores the
+// sums in this CTA. A thread has 8 loads in flight, of as many pieces as a cluster of up to kMost CTAs allows.
 template <int kThreads, int kMost, typename Address>
 __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Address address) {
   constexpr int kAtOnce = kMaxCluster / kMost;
@@ -86,7 +85,7 @@ __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Add
 #pragma unroll
       for (int s = 0; s < kMost; ++s) {
         if (s == own) value[i][s] = load_shared(from);
-        else if (s < cluster) value[i][s] = load_remote(address_in(from, s));
+        else if (s < cluster) value[i][s] = load_remote(remote_address(from, s));
       }
     }
 #pragma unroll
@@ -101,12 +100,12 @@ __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Add
   }
 }
 
-// Pieces of one thread: from `first` on in steps of as many threads.
+// Pieces of one thread: from `first` up to `last`, in steps of the number of threads.
 struct Share {
   int first, last;
 };
 
-// Adds part of the `pieces` in each CTA; returns this thread's sums and their position.
+// Adds the `pieces` over the cluster, a part in each CTA; returns which sums this thread has.
 template <int kThreads, typename Address>
 __device__ __forceinline__ Share add_over_cluster(int pieces, int cluster, Address address) {
   const int each = (pieces + cluster - 1) / cluster, begin = cluster_rank() * each;

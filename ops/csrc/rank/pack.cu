@@ -1,4 +1,4 @@
-// Copies adapters into the type and the padded, contiguous layout that the tensor-core kernels read: all in one launch.
+// Copies adapters in one launch into the type and the padded, contiguous layout that the tensor-core kernels read.
 #include "common.cuh"
 
 namespace zerolora {

@@ -1,4 +1,4 @@
-// Chooses the kernel for a rank pass and how its work is split: tensor cores if type, alignment and card allow them.
+// Chooses the kernel of a rank pass and how to split its work: tensor cores if type, alignment and card allow them.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -11,7 +11,7 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Shared memory of the mma.sync kernel.
+// Returns the shared memory of the mma.sync kernel in bytes.
 int mma_bytes(const RankPass& pass, int rank_pad, int col_blocks, int stages) {
   const bool u = pass.p != nullptr, g = pass.v != nullptr;
   const int stage =
@@ -23,15 +23,16 @@ struct Tile {
   int64_t rows, cols, slots;  // slots: CTAs that run at once
 };
 
-// Time in units of one tile: the CTAs run in waves, a CTA pays kStartup tiles, partials are written and read in L2.
-double cost_of(const Tile& tile, int64_t ctas, int64_t tiles, int64_t partial_floats) {
+// Estimates the time in units of one tile: CTAs run in waves, each costs kStartup tiles more, and partial sums are
+// written and read in L2.
+double estimate_cost(const Tile& tile, int64_t ctas, int64_t tiles, int64_t partial_floats) {
   constexpr double kStartup = 3.0, kL2 = 0.5, kWriteAndRead = 8.0;
   const double tile_bytes = static_cast<double>(tile.rows * tile.cols * 2);
   return static_cast<double>(ceil_div(ctas, tile.slots)) * (static_cast<double>(tiles) + kStartup) +
          kL2 * kWriteAndRead * static_cast<double>(partial_floats) / tile_bytes / static_cast<double>(tile.slots);
 }
 
-// Tries every way to split the work for one width of the CTA's column range; keeps the cheapest of these and `best`.
+// Tries all splits of the work for one width of the CTA's column range; keeps the cheapest of these and `best`.
 void try_splits(const RankPass& pass, const Tile& tile, int col_blocks, Plan plan, Plan& best, double& best_cost) {
   plan.d_blocks_per_cta = col_blocks;
   const int64_t row_blocks = ceil_div(pass.T, tile.rows), columns = ceil_div(pass.D, tile.cols);
@@ -45,7 +46,7 @@ void try_splits(const RankPass& pass, const Tile& tile, int col_blocks, Plan pla
     plan.d_splits = static_cast<int>(g ? fixed : real);
     plan.u_floats = u ? plan.d_splits * pass.T * plan.rank_pad : 0;
     plan.g_floats = g ? plan.t_splits * pass.D * plan.rank_pad : 0;
-    const double cost = cost_of(tile, fixed * real, length * (g ? col_blocks : 1), plan.u_floats + plan.g_floats);
+    const double cost = estimate_cost(tile, fixed * real, length * (g ? col_blocks : 1), plan.u_floats + plan.g_floats);
     if (best_cost < 0 || cost < best_cost) best = plan, best_cost = cost;
   }
 }
@@ -58,7 +59,7 @@ Plan tensor_core_plan(const RankPass& pass, Path path) {
   return plan;
 }
 
-bool tensor_cores_take(const RankPass& pass, const Device& device) {
+bool tensor_cores_supported(const RankPass& pass, const Device& device) {
   return pass.dtype != DType::f32 && device.capability >= 80 && pass.R <= kRankChunk && pass.R % 8 == 0 &&
          pass.D % 8 == 0 && aligned(pass.z, pass.ldz) && aligned(pass.p, pass.p == nullptr ? 0 : pass.ldp) &&
          aligned(pass.v, pass.v == nullptr ? 0 : pass.ldv) &&
@@ -87,7 +88,7 @@ Plan plan_rank_mma(const RankPass& pass, const Device& device) {
   return best;
 }
 
-#ifdef ZEROLORA_HOPPER  // the build holds sm_90a code
+#ifdef ZEROLORA_HOPPER  // the build contains sm_90a code
 namespace {
 
 int64_t tile_rows(const RankPass& pass) {
@@ -96,15 +97,14 @@ int64_t tile_rows(const RankPass& pass) {
 
 // All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md).
 // There are two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and
-// lower its clock as training does; "cool" for fewer tokens. Costs that are equal for all splits are left out, and so
-// are those that changed no important choice (tests/bench/plan_constants.py): these are costs to compare, not times to
-// expect.
+// lower its clock as training does; "cool" for fewer tokens. Costs that are equal for all splits are omitted, as are
+// those that changed no important choice (tests/bench/plan_constants.py), so these costs only serve comparison.
 constexpr int64_t kHot = 2048;
-constexpr double kRead = 3.3e6;  // what a reduction reads
+constexpr double kRead = 3.3e6;  // rate of a reduction's reads
 
-// A pass for both results. Times of a CTA for a tile, however few others run, and for each row of tiles, more if it
-// adds to its cluster's U; all together read and write at `memory`. Rank 32 has the tiles of rank 64 and, on a hot
-// card, its times.
+// A pass for both results. Times of a CTA for a tile, however few others run, and for each row of tiles, which is
+// longer if it adds to its cluster's U; together all CTAs read and write at `memory`. Rank 32 has the tiles of rank 64
+// and, on a hot card, its times.
 struct TimesOfBoth {
   double cluster, tile, row, row_clustered, memory;
 };
@@ -115,9 +115,9 @@ constexpr TimesOfBoth kCoolRank32{0.5, 0.31, 0.34, 0.2, 3.7e6};
 constexpr TimesOfBoth kCoolRank64{0.5, 0.37, 0.37, 0.2, 3.7e6};
 constexpr double kKept = 60e6;  // bytes of partial sums that stay in L2; others are written to and read from memory
 
-// A pass for one result. A cluster costs `cluster`, and `each` for each CTA after the first; a CTA that sums through
-// shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is the cost of another launch, without
-// reading.
+// A pass for one result. A cluster costs `cluster`, plus `each` for each CTA after the first; a CTA that sums through
+// shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is the cost of another launch without its
+// reads.
 struct TimesOfOne {
   double cluster, each, wave, tile, row, sum, memory, reduction;
 };
@@ -125,7 +125,7 @@ constexpr TimesOfOne kHotU{0.98, 0.0, 0.0, 0.44, 0.0, 2.68, 4.33e6, 3.16};
 constexpr TimesOfOne kHotG{0.42, 0.0, 1.25, 0.3, 0.08, 1.62, 4.14e6, 1.15};
 constexpr TimesOfOne kCoolU{0.0, 0.06, 0.0, 0.2, 0.0, 0.0, 3.95e6, 2.18};
 constexpr TimesOfOne kCoolG{0.42, 0.0, 1.25, 0.2, 0.08, 1.38, 4.14e6, 1.76};
-constexpr double kDrawn = 1.7;  // what drawing the mask adds to a tile
+constexpr double kDrawn = 1.7;  // additional time of a tile for drawing the mask
 
 bool drawn(const RankPass& pass) { return pass.dropout.seed != nullptr && !pass.dropout.stored; }
 
@@ -140,7 +140,7 @@ struct Cost {
   double tiles() const { return static_cast<double>(tiles_each); }
   bool hot() const { return first.pass.T >= kHot; }
 
-  double of_both() const {
+  double both_results() const {
     const Plan& plan = first.plan;
     const bool clustered = plan.cluster > 1, high = tile_rows(first.pass) == 64;
     const TimesOfBoth& times = hot()                 ? (high ? kHotHigh : kHotLow)
@@ -155,7 +155,7 @@ struct Cost {
            (u_bytes + g_bytes) / kRead + 2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
   }
 
-  double of_one() const {
+  double one_result() const {
     const Plan& plan = first.plan;
     const bool u = first.pass.p != nullptr;
     const TimesOfOne& times = hot() ? (u ? kHotU : kHotG) : u ? kCoolU : kCoolG;
@@ -172,23 +172,23 @@ struct Cost {
   }
 };
 
-// Time of the works on wgmma.
+// Estimates the time of the works on wgmma.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
   Cost cost{works[0], ctas, tiles_each, slots, 0.0, 0.0};
   for (int i = 0; i < count; ++i) {
     cost.u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
     cost.g_bytes += 4.0 * static_cast<double>(works[i].plan.g_floats);
   }
-  return works[0].pass.p != nullptr && works[0].pass.v != nullptr ? cost.of_both() : cost.of_one();
+  return works[0].pass.p != nullptr && works[0].pass.v != nullptr ? cost.both_results() : cost.one_result();
 }
 
-// The width of a CTA's columns in blocks, its cluster, and the length of its rows (or columns, for U alone) in tiles.
+// How to split: a CTA's width in column blocks, its cluster, and its length in tiles of rows (for U alone, of columns).
 struct Cut {
   int blocks = 1, cluster = 1;
   int64_t length = 1;
 };
 
-// Splits the works like this; returns the number of CTAs.
+// Writes the plans of the works for a split; returns the number of CTAs.
 int64_t cut(RankWork* works, int count, const Cut& how) {
   int64_t ctas = 0;
   for (int i = 0; i < count; ++i) {
@@ -209,18 +209,18 @@ int64_t cut(RankWork* works, int count, const Cut& how) {
   return ctas;
 }
 
-// Splits the works in every way the kernel supports, and calls visit(split, its cost) for each.
+// Calls visit(split, its cost) for every split of the works that the kernel supports.
 template <typename Visit> void try_cuts(RankWork* works, int count, const Device& device, Visit visit) {
-  constexpr int64_t kLongestSum = 16384;                     // rows: the tensor cores' sums lose bits with their length
-  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 fit badly into a GPC
+  constexpr int64_t kLongestSum = 16384;                     // rows: tensor cores lose bits in longer sums
+  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 leave multiprocessors of a GPC idle
   const RankPass& first = works[0].pass;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;
   const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
-  // If the mask is drawn for G only, the warps that draw are the limit: in clusters, or with more columns per CTA, it
-  // took 10 to 15 % longer.
+  // If the mask is drawn for G only, the drawing warps are the limit: clusters and more columns per CTA took 10 to 15 %
+  // longer.
   const bool one_wide = g && !both && drawn(first);
   for (const int cluster : kClusters) {
-    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to share out
+    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to distribute
     if (one_wide && cluster > 1) break;
     const int slots = wgmma_slots(cluster, device);
     for (int blocks = 1; blocks <= (g && !one_wide ? 4 : 1); blocks *= 2)
@@ -236,7 +236,7 @@ template <typename Visit> void try_cuts(RankWork* works, int count, const Device
 
 }  // namespace
 
-// Keeps the cheapest split.
+// Plans the works with the cheapest split.
 void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
   for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
   works[0].plan.merged = count;
@@ -251,21 +251,21 @@ void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
 
 namespace {
 
-// The works that may share a launch, from the first on.
+// Returns how many works, starting with the first, may share a launch.
 int mergeable(const RankWork* works, int count, const Device& device) {
   const auto both = [](const RankPass& pass) { return pass.p != nullptr && pass.v != nullptr; };
   const RankPass& first = works[0].pass;
   const int pad = tensor_core_plan(first, Path::wgmma).rank_pad;
   int n = 1;
   while (n < count && n < kMaxMerged && both(first) && both(works[n].pass) && works[n].pass.T == first.T &&
-         works[n].pass.dtype == first.dtype && tensor_cores_take(works[n].pass, device) &&
+         works[n].pass.dtype == first.dtype && tensor_cores_supported(works[n].pass, device) &&
          tensor_core_plan(works[n].pass, Path::wgmma).rank_pad == pad)
     ++n;
   return n;
 }
 
 using Key = std::array<int64_t, 4 + kMaxMerged>;
-Key key_of(const RankWork* works, int count) {
+Key make_key(const RankWork* works, int count) {
   const RankPass& first = works[0].pass;
   Key key{count, first.T, tensor_core_plan(first, Path::wgmma).rank_pad,
           (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0) + (drawn(first) ? 4 : 0)};
@@ -273,11 +273,11 @@ Key key_of(const RankWork* works, int count) {
   return key;
 }
 
-// Planning takes microseconds, and a model needs the same few plans repeatedly.
-void remembered_plan(RankWork* works, int count, const Device& device) {
-  constexpr size_t kMost = 4096;  // batches of many lengths must not grow it forever
+// Plans the works, from a cache if possible: planning takes microseconds, and a model repeats the same few plans.
+void cached_plan(RankWork* works, int count, const Device& device) {
+  constexpr size_t kMost = 4096;  // limits its growth with batches of many lengths
   thread_local std::map<Key, std::array<Plan, kMaxMerged>> plans;
-  const Key key = key_of(works, count);
+  const Key key = make_key(works, count);
   const auto found = plans.find(key);
   if (found != plans.end()) {
     for (int i = 0; i < count; ++i) works[i].plan = found->second[i];
@@ -285,8 +285,8 @@ void remembered_plan(RankWork* works, int count, const Device& device) {
   }
   plan_rank_wgmma(works, count, device);
   if (plans.size() >= kMost) plans.clear();
-  std::array<Plan, kMaxMerged>& kept = plans[key];
-  for (int i = 0; i < count; ++i) kept[i] = works[i].plan;
+  std::array<Plan, kMaxMerged>& entry = plans[key];
+  for (int i = 0; i < count; ++i) entry[i] = works[i].plan;
 }
 
 }  // namespace
@@ -294,7 +294,7 @@ void remembered_plan(RankWork* works, int count, const Device& device) {
 
 void plan_rank_works(RankWork* works, int count, const Device& device) {
   for (int i = 0; i < count;) {
-    if (!tensor_cores_take(works[i].pass, device)) {
+    if (!tensor_cores_supported(works[i].pass, device)) {
       works[i].plan = plan_rank_simt(works[i].pass, device);
       ++i;
       continue;
@@ -302,7 +302,7 @@ void plan_rank_works(RankWork* works, int count, const Device& device) {
 #ifdef ZEROLORA_HOPPER
     if (device.capability == 90) {
       const int merged = mergeable(works + i, count - i, device);
-      remembered_plan(works + i, merged, device);
+      cached_plan(works + i, merged, device);
       i += merged;
       continue;
     }
@@ -312,9 +312,9 @@ void plan_rank_works(RankWork* works, int count, const Device& device) {
   }
 }
 
-bool wgmma_takes(const RankPass& pass, const Device& device) {
+bool wgmma_supported(const RankPass& pass, const Device& device) {
 #ifdef ZEROLORA_HOPPER
-  return device.capability == 90 && tensor_cores_take(pass, device);
+  return device.capability == 90 && tensor_cores_supported(pass, device);
 #else
   return false;
 #endif

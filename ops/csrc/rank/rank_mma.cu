@@ -1,9 +1,9 @@
 // The rank-space primitive on mma.sync (compute capability 8.0 and up, f16 and bf16): Z is read once for U and G.
 //
-// A CTA of 4 warps owns 128 * kBlocks columns and a run of rows, and walks over tiles of 64 rows x 128 columns:
+// A CTA of 4 warps has 128 * kBlocks columns and a range of rows, and iterates over tiles of 64 rows x 128 columns:
 //     U[64, R]   += Ztile[64, 128] P[128, R]     each warp 16 rows; summed over the CTA's column blocks in registers
 //     G[128, R]  += Ztile^T[128, 64] V[64, R]    each warp 32 columns; summed over the CTA's rows in registers
-// Both read the tile from shared memory with ldmatrix, plain for U, transposed for G, so it leaves device memory once.
+// Both read the tile from shared memory with ldmatrix, transposed for G, so device memory is read once.
 #include "common.cuh"
 
 namespace zerolora {
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kRows = kMmaRows, kCols = kMmaCols, kThreads = 128, kChunks = kCols / 8;  // a chunk is 16 bytes: 8 values
 
-// Chunk position within a row of `kPerRow` chunks, permuted so that 8 rows of one chunk column hit 8 different banks.
+// Returns the position of a chunk in rows of `kPerRow` chunks, permuted so that 8 rows of a column use different banks.
 template <int kPerRow> __device__ __forceinline__ int swizzle(int row, int chunk) {
   constexpr int kRowsPerLine = kPerRow >= 8 ? 1 : 8 / kPerRow;
   constexpr int kMask = kPerRow >= 8 ? 7 : kPerRow - 1;
@@ -30,7 +30,7 @@ struct Args {
 template <int RP, int kBlocks, bool kU, bool kG> struct Shape {
   static constexpr int kZBytes = kRows * kCols * 2;
   static constexpr int kVBytes = kG ? kRows * RP * 2 : 0;
-  static constexpr int kPTileBytes = kU && !kG ? kCols * RP * 2 : 0;       // U alone: P travels with each tile
+  static constexpr int kPTileBytes = kU && !kG ? kCols * RP * 2 : 0;       // U alone: P is copied with each tile
   static constexpr int kPBytes = kU && kG ? kBlocks * kCols * RP * 2 : 0;  // both: the CTA's columns are fixed, P stays
   static constexpr int kStageBytes = kZBytes + kVBytes + kPTileBytes;
   static constexpr int bytes(int stages) { return kPBytes + stages * kStageBytes; }
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_z(uint32_t target, const Args& a, int64_t r
   }
 }
 
-// Drops in place exactly the chunks this thread copied itself: they are visible to it without a barrier.
+// Masks in place the chunks that this thread copied itself, which it sees without a barrier.
 __device__ __forceinline__ void mask_z(char* tile, const Mask& mask, int64_t row0, int64_t col0) {
 #pragma unroll 2
   for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void mask_z(char* tile, const Mask& mask, int64_t row
   }
 }
 
-// U[16 rows of this warp, RP] += Z[16, 128] P[128, RP]; P lies as [rank][column] (kByRank) or [column][rank].
+// U[16 rows of this warp, RP] += Z[16, 128] P[128, RP]; P is stored as [rank][column] (kByRank) or [column][rank].
 template <typename T, int RP, bool kByRank>
 __device__ __forceinline__ void tile_u(float (&u)[RP / 8][4], uint32_t z, uint32_t p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 2) rank_kernel(const Args a, const i
 
   float u[kU ? RP / 8 : 1][4] = {};
   float g[kG ? kBlocks : 1][2][kG ? RP / 8 : 1][4] = {};
-  auto arrive = [&](int tile) {  // tile `tile` is in shared memory for everybody, and its predecessor's slot is free
+  auto arrive = [&](int tile) {  // waits until all threads see the tile and the previous tile's slot is free
     if (stages == 4) copy_wait<2>();
     else if (stages == 3) copy_wait<1>();
     else copy_wait<0>();
@@ -278,21 +278,12 @@ template <typename T> cudaError_t dispatch_rank(const Args& args, const Plan& pl
 cudaError_t launch_rank_mma(const RankWork& work, cudaStream_t stream) {
   const RankPass& pass = work.pass;
   const Plan& plan = work.plan;
-  const Args args{static_cast<const char*>(pass.z),
-                  static_cast<const char*>(pass.p),
-                  static_cast<const char*>(pass.v),
-                  pass.ldz,
-                  pass.ldp,
-                  pass.ldv,
-                  pass.T,
-                  pass.D,
-                  plan.rows_per_split,
-                  plan.cols_per_split,
-                  pass.R,
-                  pass.dropout,
-                  work.u,
-                  work.g,
-                  pass.g_by_rank};
+  Args args{};
+  args.z = static_cast<const char*>(pass.z), args.p = static_cast<const char*>(pass.p);
+  args.v = static_cast<const char*>(pass.v), args.ldz = pass.ldz, args.ldp = pass.ldp, args.ldv = pass.ldv;
+  args.T = pass.T, args.D = pass.D, args.R = pass.R, args.dropout = pass.dropout;
+  args.rows_per_split = plan.rows_per_split, args.cols_per_split = plan.cols_per_split;
+  args.u = work.u, args.g = work.g, args.g_by_rank = pass.g_by_rank;
   return pass.dtype == DType::f16 ? dispatch_rank<__half>(args, plan, stream)
                                   : dispatch_rank<__nv_bfloat16>(args, plan, stream);
 }

@@ -1,11 +1,11 @@
-// The rank-space primitive on plain fused multiply-adds: every type, every shape and alignment, compute capability 7.0
-// and up. fp32 is bound by arithmetic, not by reading Z, so U and G are two kernels here.
+// The rank-space primitive on plain fused multiply-adds: for every type, shape and alignment, on compute capability 7.0
+// and up. In fp32 arithmetic is the limit, not reading Z, so U and G are computed by two kernels.
 #include "common.cuh"
 
 namespace zerolora {
 namespace {
 
-constexpr int kThreads = 256, kLong = 64, kShort = 32, kRanks = 16;  // a CTA makes 64 rows (or columns) x 16 ranks
+constexpr int kThreads = 256, kLong = 64, kShort = 32, kRanks = 16;  // a CTA computes 64 rows (or columns) x 16 ranks
 
 struct Args {
   const void *z, *p, *v;
@@ -16,7 +16,7 @@ struct Args {
   float *u, *g;
 };
 
-// 8 neighbours of a row of Z, as fp32, dropped ones zero.
+// Loads 8 adjacent elements of a row of Z as fp32, with zeros for dropped ones.
 template <typename T>
 __device__ __forceinline__ void load8(float (&out)[8], const Args& a, const Mask& mask, int64_t row, int64_t col,
                                       int64_t row_end, int64_t col_end) {
@@ -48,7 +48,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) project_kernel
 #pragma unroll
     for (int i = 0; i < 8; ++i) z[load_row][load_col + i] = values[i];
     for (int i = threadIdx.x; i < kShort * kRanks; i += kThreads) {
-      // Whichever of the two is contiguous in memory runs fastest.
+      // The index that is contiguous in memory varies fastest.
       const int col = a.p_column == 1 ? i % kShort : i / kRanks, rank = a.p_column == 1 ? i / kShort : i % kRanks;
       const bool valid = col0 + col < col_end && rank0 + rank < a.R;
       const T* address = static_cast<const T*>(a.p) + (rank0 + rank) * a.p_rank + (col0 + col) * a.p_column;
@@ -121,7 +121,7 @@ template <typename T> cudaError_t launch(const Args& a, const Plan& plan, cudaSt
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The split length that gives about `wanted` splits, a multiple of the tile.
+// Returns a split length, a multiple of the tile, that gives about `wanted` splits.
 int64_t split_length(int64_t length, int64_t wanted, int64_t tile) {
   const int64_t tiles = length < 1 ? 1 : ceil_div(length, tile), splits = wanted < 1       ? 1
                                                                           : wanted > tiles ? tiles
@@ -149,29 +149,15 @@ Plan plan_rank_simt(const RankPass& pass, const Device& device) {
 cudaError_t launch_rank_simt(const RankWork& work, cudaStream_t stream) {
   const RankPass& pass = work.pass;
   const Plan& plan = work.plan;
-  const Args args{pass.z,
-                  pass.p,
-                  pass.v,
-                  pass.ldz,
-                  pass.T,
-                  pass.D,
-                  pass.p_by_rank ? pass.ldp : 1,
-                  pass.p_by_rank ? 1 : pass.ldp,
-                  pass.ldv,
-                  plan.rows_per_split,
-                  plan.cols_per_split,
-                  pass.R,
-                  plan.rank_pad,
-                  pass.g_by_rank,
-                  pass.dropout,
-                  work.u,
-                  work.g};
-  switch (pass.dtype) {
-    case DType::f32: return launch<float>(args, plan, stream);
-    case DType::f16: return launch<__half>(args, plan, stream);
-    case DType::bf16: return launch<__nv_bfloat16>(args, plan, stream);
-  }
-  return cudaErrorInvalidValue;
+  Args args{};
+  args.z = pass.z, args.p = pass.p, args.v = pass.v, args.ldz = pass.ldz, args.ldv = pass.ldv;
+  args.T = pass.T, args.D = pass.D, args.R = pass.R, args.rank_pad = plan.rank_pad, args.dropout = pass.dropout;
+  args.p_rank = pass.p_by_rank ? pass.ldp : 1, args.p_column = pass.p_by_rank ? 1 : pass.ldp;
+  args.rows_per_split = plan.rows_per_split, args.cols_per_split = plan.cols_per_split;
+  args.u = work.u, args.g = work.g, args.g_by_rank = pass.g_by_rank;
+  cudaError_t status = cudaErrorInvalidValue;
+  by_type(pass.dtype, [&](auto* type) { status = launch<std::remove_pointer_t<decltype(type)>>(args, plan, stream); });
+  return status;
 }
 
 }  // namespace zerolora

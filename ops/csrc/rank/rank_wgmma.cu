@@ -1,17 +1,17 @@
-// The rank-space primitive on Hopper (sm_90a): Z arrives once through the bulk copy engine, wgmma reads it from shared
-// memory twice, along its columns for U and along its rows for G.
+// The rank-space primitive on Hopper (sm_90a): the bulk copy engine loads Z once, and wgmma reads it from shared memory
+// twice, along its columns for U and along its rows for G.
 //
 // One CTA per multiprocessor: a copying thread, up to four warpgroups that draw the dropout mask into the tile (passes
 // over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 if both results are needed above rank
 // 16):
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
-// CTAs form a cluster and add their sums through shared memory (exchange.cuh), in the order of their columns or rows: a
+// The CTAs of a cluster add their sums through shared memory (exchange.cuh), in the order of their columns or rows: a
 // cluster stores one partial sum instead of one per CTA, or the result if it has all of its terms. In a pass for both,
-// neighbouring CTAs add U, one row of tiles after the other; with tiles of 64 rows the warpgroups alternate on U, so
-// that one multiplies while the other sends. A pass for U only adds at its end, and so does one for G only, with the
-// CTAs of a cluster one below the other.
-#ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
+// CTAs of adjacent columns add U, one row of tiles after the other; with tiles of 64 rows the warpgroups alternate on
+// U, so that one multiplies while the other sends. Passes for one result add at their end; in a pass for G the CTAs of
+// a cluster have adjacent rows.
+#ifdef ZEROLORA_HOPPER  // set by the builder for builds that contain sm_90a
 #include <algorithm>
 
 #include "wgmma_products.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
   const Barriers<L::kStages> barriers{base + L::kBarriers};
   Ring at;
-  const uint64_t policy = first_to_leave();  // keep L2 for the partial sums, which the reduction reads soon
+  const uint64_t policy = evict_first_policy();  // leave L2 to the partial sums, which the reduction reads soon
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
     const int row = static_cast<int>(place.row0) + tile / col_blocks * L::kTileRows, block = tile % col_blocks;
@@ -54,8 +54,8 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   }
 }
 
-// Drops elements in place; wgmma reads shared memory through another proxy, hence the fence. A thread takes the pieces
-// of 8 elements `piece`, + 4, + 8 and + 12 of its rows of a tile: in each row those of one word of Dropout::bits.
+// Masks tiles in place; wgmma reads shared memory through another proxy, hence the fence. In each of its rows a thread
+// masks the pieces of 8 elements `piece`, + 4, + 8 and + 12: those of one word of Dropout::bits.
 template <int RP, int kBlocks, bool kU, bool kG>
 __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem& a, char* shared, int tiles,
                                            const Place& place) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem
   const bool stored = L::kBitsBytes > 0 && dropout.stored;
   const int thread = static_cast<int>(threadIdx.x) - kConsumers - kCopiers;
   const int row = thread / 32 * 8 + thread % 8, piece = thread / 8 % 4;
-  const int slot = (piece ^ row % 8) * 16;  // the atom's swizzle; the piece 4 further on lies 64 bytes across
+  const int slot = (piece ^ row % 8) * 16;  // swizzled; the piece 4 further is at slot ^ 64
   Ring at;
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
     const int tile_row = static_cast<int>(place.row0) + (kG ? tile / kBlocks : 0) * kRows;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem
 #pragma unroll 1
     for (int mask_row = row; mask_row < kRows; mask_row += L::kMaskers / 4) {
       uint4 keep[4];
-      if (!stored) {  // four draws, so that one's latency hides behind the others
+      if (!stored) {  // four draws hide each other's latency
         const uint64_t counter = mask.counter(tile_row + mask_row, tile_col + piece * 8);
 #pragma unroll
         for (int i = 0; i < 4; ++i) keep[i] = mask.draw(counter + 4 * i);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if constexpr (L::kBoth) cluster_sync_relaxed();  // the others' barriers are ready too
+  if constexpr (L::kBoth) cluster_sync_relaxed();  // the other CTAs' barriers are ready too
   else __syncthreads();
   wait_for_predecessor();
   if (threadIdx.x < kConsumers) {
@@ -163,23 +163,23 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
         };
         if (a.targets == 0) {
           add([partial = partial_u<RP>(a, place.u_split), rows = a.T](int64_t row, int piece, float4 sum) {
-            keep_piece<RP>(partial, rows, row, piece, sum);
+            store_partial_piece<RP>(partial, rows, row, piece, sum);
           });
         } else {
-          add([sink = sink_of(args, a, 0), rows = a.T](int64_t row, int piece, float4 sum) {
-            put_piece<RP>(sink, rows, row, piece, sum);
+          add([sink = make_sink(args, a, 0), rows = a.T](int64_t row, int piece, float4 sum) {
+            store_result_piece<RP>(sink, rows, row, piece, sum);
           });
         }
       }
   } else if constexpr (L::kMaskers > 0) {
-    // Of 512 each keeps what the launch gave.
+    // With 512 maskers, each keeps the registers that it was launched with.
     if constexpr (L::kMaskers == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kMaskerRegisters));
     if (args.dropout.seed != nullptr) mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
-    if (shares_sums(args, a)) named_arrive(kConsumers + L::kMaskers);
+    if (sums_through_shared(args, a)) named_arrive(kConsumers + L::kMaskers);
   }
   if (!L::kBoth && args.cluster == 1) return;
   if (!L::kBoth && threadIdx.x >= kConsumers) cluster_sync_relaxed();  // the sums are in shared memory
-  cluster_sync_relaxed();  // nobody leaves while others still write or read here
+  cluster_sync_relaxed();  // do not exit while other CTAs access this one's shared memory
 #endif
 }
 
@@ -187,7 +187,7 @@ template <typename T, int RP, int kBlocks, bool kU, bool kG>
 cudaError_t launch(const Args& args, int ctas, cudaStream_t stream) {
   constexpr auto kernel = wgmma_kernel<T, RP, kBlocks, kU, kG>;
   constexpr int kBytes = Layout<RP, kBlocks, kU, kG>::kBytes;
-  static_assert(kBytes <= kSharedBytes, "more shared memory than a Hopper block may have");
+  static_assert(kBytes <= kSharedBytes, "more shared memory than a Hopper block can use");
   const cudaError_t status = allow_shared_bytes<wgmma_kernel<T, RP, kBlocks, kU, kG>>(kBytes);
   if (status != cudaSuccess) return status;
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(ctas)), Layout<RP, kBlocks, kU, kG>::kThreads, kBytes,
@@ -239,27 +239,20 @@ cudaError_t describe(Problem& problem, const RankWork& work) {
 
 }  // namespace
 
-// Clusters are within a GPC, and its multiprocessors are not a multiple of 8: of 132, clusters of 8 leave 12 idle.
+// Clusters of 8 leave 12 of 132 multiprocessors idle.
 int wgmma_slots(int cluster, const Device& device) {
   static std::atomic<int> known[kMaxCluster + 1];
   if (cluster == 1) return device.multiprocessors;
-  if (known[cluster].load() > 0) return known[cluster].load();
-  using L = Layout<16, 4, true, true>;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(kMaxCluster * device.multiprocessors));
-  config.blockDim = dim3(L::kThreads);
-  config.dynamicSmemBytes = L::kBytes, config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  cudaError_t status = allow_shared_bytes<wgmma_kernel<__nv_bfloat16, 16, 4, true, true>>(L::kBytes);
-  if (status == cudaSuccess)
-    status = cudaOccupancyMaxActiveClusters(&clusters, wgmma_kernel<__nv_bfloat16, 16, 4, true, true>, &config);
-  if (status != cudaSuccess || clusters == 0) clusters = (device.multiprocessors - 2 * cluster) / cluster;
-  known[cluster].store(clusters * cluster);
-  return clusters * cluster;
+  if (known[cluster].load() == 0) {
+    using L = Layout<16, 4, true, true>;
+    constexpr auto kernel = wgmma_kernel<__nv_bfloat16, 16, 4, true, true>;
+    const int fallback = (device.multiprocessors - 2 * cluster) / cluster;
+    const bool allowed = allow_shared_bytes<kernel>(L::kBytes) == cudaSuccess;
+    known[cluster].store(allowed ? count_concurrent_ctas(kernel, kMaxCluster * device.multiprocessors, L::kThreads,
+                                                         L::kBytes, cluster, fallback)
+                                 : fallback * cluster);
+  }
+  return known[cluster].load();
 }
 
 cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t stream) {
@@ -276,8 +269,8 @@ cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t str
     if (work.targets == 0) continue;
     const bool both = work.pass.v != nullptr && work.pass.p != nullptr;
     if (both && (work.targets > 1 || work.plan.cluster == 1)) return cudaErrorInvalidValue;
-    if (targets > 0 && (work.out_dtype != args.out_dtype || work.accumulate != args.accumulate ||
-                        targets + work.targets > kMaxSiblings))
+    if (targets > 0 &&
+        (work.out_dtype != args.out_dtype || work.accumulate != args.accumulate || targets + work.targets > kMaxGroup))
       return cudaErrorInvalidValue;
     args.out_dtype = work.out_dtype, args.accumulate = work.accumulate;
     targets = static_cast<int>(std::copy_n(work.target, work.targets, args.target + targets) - args.target);

@@ -1,5 +1,5 @@
-// Adds the partial sums of rank passes in the order of their splits, scales, and writes or adds into the results: one
-// launch for all results of a group.
+// Adds the partial sums of rank passes in the order of their splits, scales them, and writes them or adds them to the
+// results, in one launch for all results of a group.
 #include <algorithm>
 
 #include "sums.cuh"
@@ -11,19 +11,19 @@ constexpr int kThreads = 256;
 struct Jobs {
   Reduction job[kMaxReductions];
   unsigned end[kMaxReductions];  // first block after each job's
-  bool discard[kMaxReductions];  // the job reads whole lines of the L2 that nobody else reads
+  bool discard[kMaxReductions];  // only this job reads these L2 lines
 };
 constexpr int kLine = 128;  // bytes
 
-// Drops a line from L2 without writing it to memory: its values have been read and are not needed any more.
+// Drops a line from L2 without writing it to memory, because its values are not needed again.
 __device__ __forceinline__ void discard_line(const float* line) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
 #endif
 }
 
-// Adds up to N partial sums, all loads in flight before the first is added: a remainder loaded one by one would wait
-// for each. Beyond the last it is loaded again, but not added.
+// Adds up to N partial sums, with all loads in flight before the first is added: loading a remainder one by one would
+// wait for each. Positions beyond the last load it again without adding it.
 template <int N, int V>
 __device__ __forceinline__ void add_partials(float (&sum)[V], const float* source, int64_t stride, int first,
                                              int splits) {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void add_partials(float (&sum)[V], const float* sourc
     for (int k = 0; k < V; ++k) sum[k] += first + i < splits ? values[i][k] : 0.f;
 }
 
-// One thread: V neighbours of a row of one result. The partials' rows are padded, so that reading V never leaves them.
-// Four blocks a multiprocessor: for eight ptxas would keep to 32 registers, with half as many loads in flight.
+// A thread computes V adjacent elements of a row. Rows of partial sums are padded, so reading V stays within them. Four
+// blocks per multiprocessor: with eight, 32 registers would halve the loads in flight.
 constexpr int kMostBlocks = 4;
 template <int V>
 __global__ void __launch_bounds__(kThreads, kMostBlocks) reduce_kernel(const __grid_constant__ Jobs jobs) {
@@ -78,25 +78,25 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks) reduce_kernel(const __g
     constexpr int kReaders = kLine / 16;  // threads that read one line
     if (!jobs.discard[which]) return;
     const int lane = threadIdx.x % 32, reader = lane % kReaders;
-    __syncwarp(((1u << kReaders) - 1) << (lane - reader));  // all have used what they read
+    __syncwarp(((1u << kReaders) - 1) << (lane - reader));  // all readers are done
     for (int s = reader; s < r.splits; s += kReaders) discard_line(source - reader * V + s * r.split_stride);
   }
 }
 
-// Whether only this job reads the cache lines of its partial sums.
+// Returns whether only this job reads the cache lines of its partial sums.
 bool owns_lines(const Reduction& r) {
   return r.cols == r.ld_partial && reinterpret_cast<uintptr_t>(r.partial) % kLine == 0 &&
          r.split_stride * 4 % kLine == 0 && r.rows * r.cols * 4 % kLine == 0 &&
          (!r.in_units || r.rows % kUnitRows == 0);
 }
 
-int64_t threads_of(const Reduction& r, int width) {
+int64_t count_threads(const Reduction& r, int width) {
   return r.in_units ? unit_rows(r.rows) * r.ld_partial / width : r.rows * ((r.cols + width - 1) / width);
 }
 
-// Shared memory that limits a multiprocessor to its fraction of the blocks. Otherwise those that finish the pass first
-// take as many as they can hold, and few multiprocessors read everything: of 256 blocks, 64 multiprocessors.
-int bytes_that_spread(unsigned blocks, const Device& device) {
+// Returns the shared memory per block that limits a multiprocessor to its fraction of the blocks. Without it the first
+// free multiprocessors take as many blocks as they can, and few of them do all reads: 64 of them for 256 blocks.
+int spreading_shared_bytes(unsigned blocks, const Device& device) {
   const int share = static_cast<int>((blocks + device.multiprocessors - 1) / device.multiprocessors);
   if (device.capability < 90 || share >= kMostBlocks) return 0;
   constexpr int kReserved = 1024;  // of each block, by the driver
@@ -106,14 +106,14 @@ int bytes_that_spread(unsigned blocks, const Device& device) {
 template <int V> cudaError_t launch(const Jobs& jobs, unsigned blocks, const Device& device, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes<reduce_kernel<V>>(device.shared_bytes);
   if (status != cudaSuccess) return status;
-  return launch_overlapped(reduce_kernel<V>, dim3(blocks), kThreads, bytes_that_spread(blocks, device),
+  return launch_overlapped(reduce_kernel<V>, dim3(blocks), kThreads, spreading_shared_bytes(blocks, device),
                            device.capability >= 90, 1, stream, jobs);
 }
 
-cudaError_t launch(const Reduction* given, int count, const Device& device, cudaStream_t stream) {
+cudaError_t launch(const Reduction* unsorted, int count, const Device& device, cudaStream_t stream) {
   Jobs all{};
-  Reduction jobs[kMaxReductions];  // the longest begins first
-  std::copy(given, given + count, jobs);
+  Reduction jobs[kMaxReductions];  // the longest first
+  std::copy(unsorted, unsorted + count, jobs);
   std::stable_sort(jobs, jobs + count, [](const Reduction& a, const Reduction& b) { return a.splits > b.splits; });
   bool quads = true;  // 16-byte aligned groups of 4 in every row
   for (int i = 0; i < count; ++i)
@@ -125,7 +125,7 @@ cudaError_t launch(const Reduction* given, int count, const Device& device, cuda
   unsigned blocks = 0;
   for (int i = 0; i < count; ++i) {
     all.job[i] = jobs[i];
-    blocks += static_cast<unsigned>((threads_of(jobs[i], width) + kThreads - 1) / kThreads);
+    blocks += static_cast<unsigned>((count_threads(jobs[i], width) + kThreads - 1) / kThreads);
     all.end[i] = blocks, all.discard[i] = device.capability >= 80 && owns_lines(jobs[i]);
   }
   if (blocks == 0) return cudaSuccess;

@@ -1,10 +1,10 @@
-// Finished sums on their way into a result.
+// Stores of finished sums.
 #pragma once
 #include "common.cuh"
 
 namespace zerolora {
 
-// Converts the first `valid` of V neighbours, and writes them or adds them to the result.
+// Converts the first `valid` of V adjacent sums, and writes them or adds them to the result.
 template <typename T, int V>
 __device__ __forceinline__ void write_sums(T* out, const float (&sum)[V], int valid, bool accumulate) {
   if constexpr (V == 4) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_sums(T* out, const float (&sum)[V], int va
     if (k < valid) out[k] = from_float<T>(accumulate ? to_float(out[k]) + sum[k] : sum[k]);
 }
 
-// at: elements from `out` on.
+// at: offset from `out` in elements.
 template <int V>
 __device__ __forceinline__ void write_sums(DType dtype, void* out, int64_t at, const float (&sum)[V], int valid,
                                            bool accumulate) {

@@ -1,4 +1,4 @@
-// Work of the multiplying warpgroups on the tiles: one result, or both. Legend and overview: rank_wgmma.cu.
+// The multiplying warpgroups' work, for one result or both. Legend and overview: rank_wgmma.cu.
 #pragma once
 #include <type_traits>
 
@@ -7,14 +7,15 @@
 namespace zerolora {
 namespace {
 
-// U alone or G alone.
+// Multiplies the tiles of a pass for U alone or G alone.
 template <typename T, int RP, int kBlocks, bool kU, bool kG>
 __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a, char* shared, int tiles,
                                               const Place& place) {
   using L = Layout<RP, kBlocks, kU, kG>;
-  static_assert((kU ? kRows * RP : RP * (kBlocks * kCols + 4)) * 4 <= L::kBarriers, "no room for the sums");
+  static_assert((kU ? kRows * RP : RP * (kBlocks * kCols + 4)) * 4 <= L::kBarriers,
+                "the sums do not fit into the ring");
   const uint32_t base = shared_address(shared);
-  const uint32_t v = base + L::kStages * L::kStageBytes;  // no P stays before the ring
+  const uint32_t v = base + L::kStages * L::kStageBytes;  // the ring is at the start, without P
   const Barriers<L::kStages> barriers{base + L::kBarriers};
   const int group = threadIdx.x / 128;
   const bool dropout = args.dropout.seed != nullptr;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
       }
     }
     let_successor_start();
-    if (shares_sums(args, a)) {
+    if (sums_through_shared(args, a)) {
       named_sync(kConsumers + L::kMaskers);  // the other group may still read the memory that the sums overwrite
       add_g<RP, kBlocks>(c, args, a, shared, place);
       return;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
       release(0);
     }
     let_successor_start();
-    if (shares_sums(args, a)) {
+    if (sums_through_shared(args, a)) {
       named_sync(kConsumers + L::kMaskers);
       add_u<RP>(c[0], args, a, shared, place);
       return;
@@ -66,33 +67,34 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
   }
 }
 
-// Both. With tiles of 128 rows a warpgroup takes U of its 64, with tiles of 64 rows the warpgroup `row % 2` takes all.
+// Multiplies the tiles of a pass for both. With tiles of 128 rows each warpgroup computes U of 64 of them; with tiles
+// of 64 rows, warpgroup `row % 2` computes all of U.
 template <typename T, int RP, int kBlocks>
 __device__ __forceinline__ void consume_both(const Args& args, const Problem& a, uint32_t base, int row_blocks,
                                              const Place& place) {
   using L = Layout<RP, kBlocks, true, true>;
-  constexpr bool kInTurn = L::kTileRows == 64;
+  constexpr bool kAlternate = L::kTileRows == 64;
   const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
   const Barriers<L::kStages> barriers{base + L::kBarriers};
-  const int group = threadIdx.x / 128, first_row = kInTurn ? 0 : group * 64;
+  const int group = threadIdx.x / 128, first_row = kAlternate ? 0 : group * 64;
   float u[RP / 2] = {};
   float g[kBlocks][RP / 2] = {};
   Ring at;
-  auto multiply_row = [&](auto takes_u, int row) {
-    constexpr bool kTakesU = decltype(takes_u)::value;
+  auto multiply_row = [&](auto computes_u, int row) {
+    constexpr bool kComputesU = decltype(computes_u)::value;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      if (kTakesU && row < 2) barrier_wait(barriers.p_full(block), 0);
+      if (kComputesU && row < 2) barrier_wait(barriers.p_full(block), 0);
       barrier_wait(barriers.full(at.stage), at.parity);
       wgmma_fence();
       const uint32_t z = ring + at.stage * L::kStageBytes;
-      if constexpr (kTakesU) tile_u<T, RP, L::kHalf, false>(u, z + first_row * kBox, base + block * kCols * RP * 2);
+      if constexpr (kComputesU) tile_u<T, RP, L::kHalf, false>(u, z + first_row * kBox, base + block * kCols * RP * 2);
       tile_g<T, RP, L::kTileRows>(g[block], z + group * L::kHalf, v + row % L::kVSlots * L::kVBytes);
       wgmma_commit();
       wgmma_wait();
       if (threadIdx.x % 128 == 0) barrier_arrive(barriers.empty(at.stage));
       at.next(L::kStages);
-      if constexpr (kTakesU) hold(u);
+      if constexpr (kComputesU) hold(u);
       hold(g[block]);
       if (row + 1 == row_blocks) {  // G is complete, and is stored while the next tiles are in flight
         if (block == kBlocks - 1) let_successor_start();
@@ -101,7 +103,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
     }
   };
   for (int row = 0; row < row_blocks; ++row) {
-    if constexpr (kInTurn) {
+    if constexpr (kAlternate) {
       if (row % 2 != group) {
         multiply_row(std::false_type{}, row);
         continue;

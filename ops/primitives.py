@@ -1,6 +1,6 @@
-"""Backward of one adapter without its frozen weight, as a plain function of tensors.
+"""The passes of the LoRA kernels as operators of their own, and the backward of one adapter without its frozen weight.
 
-Legend: T tokens (leading dimensions), I in, O out, R rank; h = s x A^T is recomputed here.
+Legend: T tokens (leading dimensions), I in, O out, R rank; the backward recomputes h = s x A^T.
 """
 
 import math
@@ -23,7 +23,7 @@ def reference_adapter_backward_(
     grad_up: Tensor,
     accumulate: bool,
 ) -> None:
-    """Plain-torch `adapter_backward_`: each product is added to its target or overwrites it."""
+    """Plain-torch `adapter_backward_`: add each gradient to its target, or overwrite it."""
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
     h_TR = scale * (x_TI @ down_RI.t())
@@ -63,7 +63,10 @@ def reference_frozen_product(
     bits: Tensor | None,
     forced: bool = True,
 ) -> Tensor:
-    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; kernels read `forced`."""
+    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K].
+
+    `forced` selects our kernel on a GPU, which otherwise chooses as the operators do.
+    """
     y = h @ q.t()
     if bits is not None:
         y = y * reference.unpack_mask(bits, y.shape[1])
@@ -96,15 +99,15 @@ def lora_backward(
 
     grad_output[..., O], x[..., I] with the same leading dimensions, lora_down A[R, I], lora_up B[O, R]; a gradient has
     the shape of its tensor.
-    Raises ValueError: shapes, types, devices, rank or scale that do not fit.
+    Raises ValueError for mismatched shapes, types or devices, and for an unsupported rank or scale.
     """
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    alike = grad_output.shape[:-1] == x.shape[:-1] and grad_output.dim() > 1
-    if not alike or grad_output.dtype != x.dtype or grad_output.device != x.device:
+    same_tokens = grad_output.shape[:-1] == x.shape[:-1] and grad_output.dim() > 1
+    if not same_tokens or grad_output.dtype != x.dtype or grad_output.device != x.device:
         raise ValueError(
             f"grad_output {tuple(grad_output.shape)} {grad_output.dtype} on {grad_output.device} for x"
-            f" {tuple(x.shape)} {x.dtype} on {x.device}: same type, device and tokens, at least [tokens, outputs]"
+            f" {tuple(x.shape)} {x.dtype} on {x.device}: types, devices and leading dimensions must match"
         )
     lora.check_adapters(x, [grad_output.shape[-1]], [lora_down], [lora_up], [scale], 0.0)
     grad_x, grad_down, grad_up = (each.new_empty(each.shape) for each in (x, lora_down, lora_up))

@@ -1,17 +1,17 @@
-"""Adapted linear layer for quantisation-aware training: the merged weight is rounded in every pass.
+"""Adapted linear layer for quantization-aware training: the merged weight is rounded in every pass.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
-W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. Q rounds to integers times a scale; it
-is an argument.
+W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q
+rounds to integers times a scale.
 
     M  = W + s B A                                        (in 32 bits)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
     dB = s dY^T ((m*x) A^T)                               dA = s (dY B)^T (m*x)
 
-Gradients pass straight through Q: its derivative is taken to be 1 (Bengio et al. 2013, arXiv:1308.3432), which fits
-scales that clip no weight. So dM = dY^T x is never formed. The effect of dropout is added next to the product, with a
-mean of 0 over masks: the rounded weight stays the one that will be served. Only x and the parameters are saved for the
-backward; Q(M) and the mask are recomputed.
+The derivative of Q is taken to be 1 (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), which fits
+scales that clip no weight, so dM = dY^T x is never formed. The effect of dropout is added separately with a mean of 0
+over masks, so the rounded weight is the one that will be served. Only x and the parameters are saved for the backward;
+Q(M) and the mask are recomputed.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,53 +20,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""M[n,I] in 32 bits -> whole numbers [n,I] in int8, and their scales [n,G] in 32 bits."""
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""M[n,I] in 32 bits -> integers [n,I] in int8, and their scales [n,G] in 32 bits."""
 ELEMENTS_AT_ONCE = 1 << 23
 """Limit on the elements of a weight that are rounded at once: their 32-bit copies take several times the memory."""
 
 
-def quantised_merged(
-    weight: Tensor, down: Tensor, up: Tensor, scale: float, quantise: Quantise
+def quantize_merged(
+    weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> tuple[Tensor, Tensor]:
-    """Return Q(W + s B A) as whole numbers [O,I] and scales [O,G], exactly as the layer computes with them."""
-    parts = [(values, scales) for _, values, scales in _in_parts(weight, down, up, scale, quantise)]
+    """Return the integers [O,I] and scales [O,G] of Q(W + s B A), exactly as the layer uses them."""
+    parts = [(values, scales) for _, values, scales in _quantize_rows(weight, down, up, scale, quantize)]
     values, scales = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(scales)
 
 
-def dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [O,I] in `dtype`: each whole number times the scale of its group, rounded once."""
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [O,I] in `dtype`: each integer times the scale of its group, rounded once."""
     grouped = values.view(len(values), scales.shape[1], -1).float() * scales.float().unsqueeze(-1)
     return grouped.view(values.shape).to(dtype)
 
 
-def fake_quantised(weight: Tensor, down: Tensor, up: Tensor, scale: float, quantise: Quantise) -> Tensor:
+def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize) -> Tensor:
     """Return Q(W + s B A)[O,I] in the type of W; at most ELEMENTS_AT_ONCE elements exist in 32 bits at a time."""
-    found = torch.empty_like(weight)
-    for rows, values, scales in _in_parts(weight, down, up, scale, quantise):
-        found[rows] = dequantised(values, scales, weight.dtype)
-    return found
+    rounded = torch.empty_like(weight)
+    for rows, values, scales in _quantize_rows(weight, down, up, scale, quantize):
+        rounded[rows] = dequantize(values, scales, weight.dtype)
+    return rounded
 
 
-def _in_parts(
-    weight: Tensor, down: Tensor, up: Tensor, scale: float, quantise: Quantise
+def _quantize_rows(
+    weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield row blocks, identical in every pass: the rounding of sums can depend on their shapes."""
+    """Yield row blocks, the same in every pass, because the rounding of sums can depend on their shapes."""
     count = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
     weight, up, down_RI = weight.detach(), up.detach(), down.detach().float()
     for begin in range(0, len(weight), count):
         rows = slice(begin, begin + count)
-        yield rows, *quantise(weight[rows].float() + scale * (up[rows].float() @ down_RI))
+        yield rows, *quantize(weight[rows].float() + scale * (up[rows].float() @ down_RI))
 
 
-def _mask(x: Tensor, p: float, seed: int) -> Tensor:
+def _draw_mask(x: Tensor, p: float, seed: int) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(seed)
-    drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return drawn.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return mask.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
 
 
-class _FakeQuantisedLinear(torch.autograd.Function):
+class _FakeQuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -76,17 +76,17 @@ class _FakeQuantisedLinear(torch.autograd.Function):
         down: Tensor,
         up: Tensor,
         scale: float,
-        quantise: Quantise,
+        quantize: Quantize,
         p: float,
         seed: int,
     ) -> Tensor:
         # Save the Parameters themselves: ZeRO-3 frees them after the forward and gathers them again before the
         # backward, which would not update a view.
         ctx.save_for_backward(x, weight, down, up)
-        ctx.scale, ctx.quantise, ctx.p, ctx.seed = scale, quantise, p, seed
-        y = torch.nn.functional.linear(x, fake_quantised(weight, down, up, scale, quantise), bias)
+        ctx.scale, ctx.quantize, ctx.p, ctx.seed = scale, quantize, p, seed
+        y = torch.nn.functional.linear(x, fake_quantize(weight, down, up, scale, quantize), bias)
         if p:
-            noise = x * _mask(x, p, seed).sub_(1.0)
+            noise = x * _draw_mask(x, p, seed).sub_(1.0)
             y += scale * (noise @ down.to(x.dtype).t()) @ up.to(x.dtype).t()
         return y
 
@@ -96,11 +96,11 @@ class _FakeQuantisedLinear(torch.autograd.Function):
         need_x, need_weight, need_bias, need_down, need_up = ctx.needs_input_grad[:5]
         if need_weight:
             raise ValueError("weight.requires_grad=True: this operator has no gradient of the base weight; freeze it")
-        mask = _mask(x, ctx.p, ctx.seed) if ctx.p else None
+        mask = _draw_mask(x, ctx.p, ctx.seed) if ctx.p else None
         grad_y, masked = grads[0], x if mask is None else x * mask
         masked_TI, grad_TO = masked.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
         grad_h_TR = ctx.scale * (grad_TO @ up.to(x.dtype))
-        grad_x = grad_y @ fake_quantised(weight, down, up, ctx.scale, ctx.quantise) if need_x else None
+        grad_x = grad_y @ fake_quantize(weight, down, up, ctx.scale, ctx.quantize) if need_x else None
         if grad_x is not None and mask is not None:
             grad_x += mask.sub_(1.0) * (grad_h_TR @ down.to(x.dtype)).view(x.shape)
         grad_down = (grad_h_TR.t() @ masked_TI).to(down.dtype) if need_down else None
@@ -108,14 +108,14 @@ class _FakeQuantisedLinear(torch.autograd.Function):
         return grad_x, None, grad_TO.sum(0) if need_bias else None, grad_down, grad_up, None, None, None, None
 
 
-def fake_quantised_linear(
+def fake_quantize_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     down: Tensor,
     up: Tensor,
     scale: float,
-    quantise: Quantise,
+    quantize: Quantize,
     dropout: float = 0.0,
 ) -> Tensor:
     """Compute y[..., O] = x Q(W + s B A)^T + bias + s ((m - 1)*x) A^T B^T for x[..., I] in the type of W.
@@ -124,5 +124,5 @@ def fake_quantised_linear(
     Raises ValueError in the backward pass if W itself needs a gradient.
     """
     seed = int(torch.randint(0, 2**62, (), device="cpu")) if dropout else 0
-    result: Tensor = _FakeQuantisedLinear.apply(x, weight, bias, down, up, scale, quantise, dropout, seed)
+    result: Tensor = _FakeQuantizedLinear.apply(x, weight, bias, down, up, scale, quantize, dropout, seed)
     return result

@@ -1,5 +1,5 @@
-// Transposes 8-bit weights, which tensor cores need for dX (both operands along the sum), and converts int32 sums of
-// 8-bit products to y.
+// Transposes 8-bit weights for dX, because 8-bit tensor cores need both operands contiguous along the sum, and converts
+// int32 sums of 8-bit products to y.
 #include "eight_bit.h"
 #include "vectors.cuh"
 
@@ -8,11 +8,11 @@ namespace {
 
 constexpr int kTile = 128, kThreads = 256, kPieces = kTile / 16, kWords = kTile / 4;
 
-// A piece of a part's rows.
+// The rows of a part that a block transposes.
 struct Piece {
   const uint8_t* source;
-  int64_t row, rows, target_row;  // the first, and all of the part; the first among those of all parts
-  __device__ __forceinline__ Piece(const Turn& job, unsigned block) {
+  int64_t row, rows, target_row;  // first row and number of rows in the part; first row among those of all parts
+  __device__ __forceinline__ Piece(const TransposeBytes& job, unsigned block) {
     int64_t first = 0, begin = static_cast<int64_t>(block) * kTile;
     int p = 0;
     while (begin >= tiled(job.part[p].rows)) begin -= tiled(job.part[p].rows), first += job.part[p].rows, ++p;
@@ -21,9 +21,9 @@ struct Piece {
   static __host__ __device__ int64_t tiled(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
 };
 
-// Tiles of 128 x 128, 16 bytes at a time on either side. A thread transposes four rows of 16 columns into a word of
-// each column; the layout in shared memory avoids bank conflicts for both storing words and reading four of them.
-__global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ Turn job) {
+// Transposes tiles of 128 x 128, loading and storing 16 bytes at a time. A thread packs four rows of 16 columns into
+// one word per column; the layout in shared memory avoids bank conflicts when words are stored and when four are read.
+__global__ void __launch_bounds__(kThreads) transpose_bytes_kernel(const __grid_constant__ TransposeBytes job) {
   __shared__ __align__(16) uint32_t tile[kTile * kWords];  // [column][word of four rows]
   const auto word = [](int column, int row) { return column * kWords + (row / 4 ^ column / 16 * 4); };
   const Piece piece(job, blockIdx.y);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) turn_any_kernel(const __grid_constant__ Turn job) {
+__global__ void __launch_bounds__(kThreads) transpose_any_bytes_kernel(const __grid_constant__ TransposeBytes job) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   uint8_t* target = job.target;
   for (int p = 0; p < job.parts; target += job.part[p++].rows)
@@ -74,7 +74,6 @@ template <typename T> __global__ void __launch_bounds__(kThreads) rescale_kernel
     if (n >= job.N) return;
     float value = static_cast<float>(job.sums[row * job.N + n]) * scale;
     if (job.column != nullptr) value *= job.column[n];
-    if (job.bias != nullptr) value += to_float(static_cast<const T*>(job.bias)[n]);
     if (job.accumulate) value += to_float(y[n]);
     y[n] = from_float<T>(value);
   }
@@ -82,7 +81,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) rescale_kernel
 
 }  // namespace
 
-cudaError_t launch_turn(const Turn& job, cudaStream_t stream) {
+cudaError_t launch_transpose_bytes(const TransposeBytes& job, cudaStream_t stream) {
   int64_t rows = 0, tiled = 0;
   bool by_16 = job.cols % 16 == 0 && job.ld % 16 == 0 && on_vector(job.target);
   for (int p = 0; p < job.parts; ++p) {
@@ -92,9 +91,9 @@ cudaError_t launch_turn(const Turn& job, cudaStream_t stream) {
   if (rows == 0 || job.cols == 0) return cudaSuccess;
   if (by_16 && tiled / kTile <= 65535) {
     const dim3 grid(static_cast<unsigned>((job.cols + kTile - 1) / kTile), static_cast<unsigned>(tiled / kTile));
-    turn_kernel<<<grid, kThreads, 0, stream>>>(job);
+    transpose_bytes_kernel<<<grid, kThreads, 0, stream>>>(job);
   } else {
-    turn_any_kernel<<<1024, kThreads, 0, stream>>>(job);
+    transpose_any_bytes_kernel<<<1024, kThreads, 0, stream>>>(job);
   }
   return cudaGetLastError();
 }

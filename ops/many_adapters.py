@@ -1,8 +1,8 @@
 """Several adapters on the output of a frozen product: each has some of the tokens, which are sorted by adapter.
 
 Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the products of a bundle are batched. Formulas as
-in ops/reference.py, for each adapter on its own rows. No product reads the rows of two adapters: a NaN in one of them,
-where 0 * NaN would spread through a common product, stays there.
+in ops/reference.py, for each adapter on its rows. No product reads the rows of two adapters, so a NaN in one of them
+does not spread (0 * NaN is NaN).
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""Gradients of h and factors A that the gradient of x still lacks, by bundle."""
+"""(bundle, gradient of h, A) whose products are still to be added to the gradient of x."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Adapters with adjacent rows [start, end) of the flattened tokens, as many each, that differ in their factors.
+    """`count` adapters with adjacent rows [start, end) of the flattened tokens; they differ only in their factors.
 
-    `layers` are the layers that they have, each with its scale. A bundle with dropout has one adapter.
+    Each has the same number of tokens, the same `layers` and their `scales`. With dropout, a bundle has one adapter.
     """
 
     start: int
@@ -53,14 +53,14 @@ class Bundle:
         if not self.dropout:
             grad_x_PTI.baddbmm_(grad_h_PTR, down_PRI)
             return
-        kept, up = grad_h_PTR[0] / (1.0 - self.dropout), down_PRI[0].t().contiguous()
-        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(kept, up, self.dropout, self.seed)
+        scaled, up = grad_h_PTR[0] / (1.0 - self.dropout), down_PRI[0].t().contiguous()
+        grad_x_PTI[0] += torch.ops.zerolora.rank_expand(scaled, up, self.dropout, self.seed)
 
 
 def enter(x: Tensor) -> tuple[Tensor, Pending]:
-    """Return the input of the frozen products, and the list to pass to `add_adapters` with their outputs.
+    """Return x for the frozen products, and a list to pass to `add_adapters` together with their outputs.
 
-    The gradient of the adapters is added in place to that of the frozen products.
+    The adapters' gradient is added in place to that of the frozen products, which saves a buffer and a sum.
     """
     pending: Pending = []
     return _Enter.apply(x, pending), pending
