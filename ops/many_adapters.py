@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""(bundle, gradient of h, A) whose products are still to be added to the gradient of x."""
+"""(bundle, gradient of h, A) for each product that the gradient of x still lacks."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def add_adapters(
 ) -> list[Tensor]:
     """Return y_l + s (m*x) A^T B^T for the layers l that read x, in place; `downs` and `ups` follow bundles and layers.
 
-    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]. The layers of a bundle share its dropout mask m, whose first row
-    is the bundle's first.
+    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]. The layers of a bundle share its dropout mask m, which
+    starts at the bundle's first row.
     """
     return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
 

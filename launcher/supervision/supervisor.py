@@ -75,7 +75,7 @@ class End(Enum):
     OUTLIVED = auto()
     """All ranks have ended, but their launcher has not."""
     UNREACHABLE = auto()
-    """Ranks, or their launcher, did not end when told to."""
+    """Ranks, or their launcher, did not exit after they were signaled."""
 
 
 class StopSignals:

@@ -309,7 +309,7 @@ def test_plain_call_refuses_a_scale_that_is_no_number_and_other_tokens():
     grad, x, down, up = torch.randn(6, 24), torch.randn(6, 16), torch.randn(4, 16), torch.randn(24, 4)
     with pytest.raises(ValueError, match="scale=nan"):
         ops.lora_backward(grad, x, down, up, float("nan"))
-    with pytest.raises(ValueError, match="same type, device and tokens"):
+    with pytest.raises(ValueError, match="types, devices and leading dimensions must match"):
         ops.lora_backward(grad[:5], x, down, up, 1.0)
 
 

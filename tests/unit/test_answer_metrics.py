@@ -118,12 +118,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no function": (
         {"evaluation__metrics": ["mine.py:gone"]},
-        "evaluation.metrics=mine.py:gone: mine.py defines no function gone",
+        "evaluation.metrics=mine.py:gone: mine.py does not define the function gone",
     ),
     "no file": ({"evaluation__metrics": ["gone.py:f"]}, "evaluation.metrics=gone.py:f: no such file gone.py; use FILE"),
     "exits": (
         {"evaluation__metrics": ["exits.py:f"]},
-        "evaluation.metrics=exits.py:f: SystemExit: 3; correct exits.py",
+        "evaluation.metrics=exits.py:f: SystemExit: 3; fix exits.py",
     ),
     "no number": (
         {"evaluation__metrics": ["mine.py:words"]},

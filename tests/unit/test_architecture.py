@@ -23,6 +23,7 @@ SAME_THING = {
     "checks.py": "checks of what the room is about",
     "command.py": "the subcommand of the room",
     "files.py": "files that a room reads or writes",
+    "many_adapters.py": "several adapters in a run: operators, layers",
     "eight_bit.py": "frozen weights in 8 bits: operators, layers",
     "preflight.py": "what is checked before a weight is loaded",
     "report.py": "what the room's command writes",

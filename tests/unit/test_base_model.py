@@ -150,7 +150,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), ("does not predict the next token",)),
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
-    "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
+    "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantized (bitsandbytes)", "full-precision")),
     "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is stored in it",)),
     "gptq rules": (quantised("gptq", bits=4, dynamic=[1]), ("config.json: quantization_config.dynamic",)),
     "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is stored in it",)),
@@ -166,7 +166,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "compressed": (
         quantised("compressed-tensors", format="float-quantized"),
-        ("already quantised (compressed-tensors, float-quantized)", "full-precision"),
+        ("already quantized (compressed-tensors, float-quantized)", "full-precision"),
     ),
     # the tokenizer
     "no tokenizer": (

@@ -329,7 +329,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "nothing trained": (
         {"a.jsonl": chats(("user", "x"), ("user", "y"))},
         {"path": "a.jsonl"},
-        ("dataset.train_on=assistant: none of 2 records", "`zerolora inspect`"),
+        ("dataset.train_on=assistant: none of the 2 records", "`zerolora inspect`"),
     ),
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
@@ -344,7 +344,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
         {"path": "a.jsonl", "evaluation": {"path": "b.jsonl"}},
-        ("none of 1 records of dataset.evaluation",),
+        ("none of the 1 records of dataset.evaluation",),
     ),
     "a bad record among good ones": (
         {"a.jsonl": chats(*[("assistant", "red")] * 700, ("robot", "x"))},

@@ -126,7 +126,7 @@ def test_files_that_are_not_used_are_counted_by_kind(tmp_path: Path) -> None:
     (folder / "link.png").symlink_to(tmp_path / "moved.png")
     _, skipped = read_images(SourceSection(path=str(folder)), "dataset", None)
     assert len(skipped) == 2
-    assert "without a target" in skipped[0] and "1 (first: link.png" in skipped[0]
+    assert "skipped 1 broken link (first: link.png" in skipped[0]
     assert all(part in skipped[1] for part in ("2 with .heic", "1 with .mp4", "1 with .txt")), skipped[1]
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.heic").write_bytes(b"x")
@@ -165,7 +165,7 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
     assert "column image has no images" in refused(tmp_path / "numbers")
     set_of_one = datasets.Dataset.from_dict({"pic": [file], "words": ["a"]}).cast_column("pic", datasets.Image())
     set_of_one.to_parquet(tmp_path / "one.parquet")
-    assert "set them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
+    assert "set dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
     named = SourceSection(path=str(tmp_path / "one.parquet"), fields={"image": "pic", "caption": "words"})
     assert [picture.caption for picture in read_images(named, "dataset", None)[0]] == ["a"]
 

@@ -143,7 +143,7 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 
 
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
-    assert refuse("init", "--model", "") == "error: --model: empty; write a value, or leave it out"
+    assert refuse("init", "--model", "") == "error: --model: must not be empty; write a value, or leave it out"
     assert not list(tmp_path.iterdir())
 
 
@@ -155,7 +155,10 @@ def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
     ("words", "line"),
     [
         ("trl sft --model_name_or_path m --dataset_name d --desirable_weight -1", "--desirable_weight=-1: must not be"),
-        ("trl nosuch --model_name_or_path m --dataset_name d", "trl nosuch: no command of TRL; use trl sft, dpo, kto"),
+        (
+            "trl nosuch --model_name_or_path m --dataset_name d",
+            "trl nosuch: not a command of TRL; use trl sft, dpo, kto",
+        ),
         ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16: bf16 is set as well; remove"),
     ],
 )
@@ -354,7 +357,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
     ("name", "content", "more", "line"),
     [
         ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
-        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: each field is a list of records .train, test."),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
@@ -467,11 +470,11 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
     [
         ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
         ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
-        ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line, with its dashes"),
+        ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line that begins with dashes"),
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
-        ("status none", "none: neither a job's number nor an existing folder; pass a run's output_dir"),
-        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write training."),
+        ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write several"),
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
         (
             "config d.jsonl",
@@ -517,7 +520,7 @@ def test_a_file_without_prompts_is_named(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"line 1 does not record a step"):
+    with pytest.raises(UserError, match=r"line 1 is not a record of a step"):
         read_metrics(tmp_path)
 
 
@@ -549,7 +552,7 @@ def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path)
     [
         ({"bits": "4"}, "quantization_config.bits: must be a whole number"),
         ({"bits": 4, "group_size": "128"}, "quantization_config.group_size: must be a whole number"),
-        ({"bits": 4, "group_size": 0}, "groups of 0 columns, and they have at least 1"),
+        ({"bits": 4, "group_size": 0}, "groups of 0 columns, but only -1"),
         ({"bits": 4, "desc_act": "false"}, "quantization_config.desc_act: must be true or false"),
     ],
 )
@@ -647,7 +650,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         ),
         (
             ["dataset.fields={role: nope}"],
-            r"turn 1: no nope \(found role, content\); add it, or name",
+            r"turn 1: has no nope \(the turn has role, content\); add it, or name",
         ),
         (
             ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
@@ -708,8 +711,8 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
             "trl sft --model_name_or_path m --dataset_name d -seed 5",
             "-seed: options begin with two dashes; write",
         ),
-        ("trl", "trl: no command of TRL; use trl sft"),
-        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; write one after it"),
+        ("trl", "trl: not a command of TRL; use trl sft"),
+        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
     ],
 )
@@ -723,14 +726,14 @@ def test_values_that_another_trainer_refuses_are_refused(text: str, line: str, t
 
 def test_a_length_of_trl_without_a_limit_is_reported() -> None:
     words = "trl sft --model_name_or_path m --dataset_name d --max_length None"
-    assert "no text is cut there" in dict(translate_arguments(words.split()).different)["max_length"]
+    assert "TRL truncates no texts" in dict(translate_arguments(words.split()).different)["max_length"]
 
 
 def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text('{"d": {"cloud_file_name": "s3://b/x"}}')
     file = tmp_path / "l.yaml"
     file.write_text("stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n")
-    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; write one"):
+    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; add one"):
         translate_arguments([str(file)], tmp_path)
 
 

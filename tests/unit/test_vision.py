@@ -240,14 +240,14 @@ def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, t
 
 ANSWERS = [turns("", "red")[1], turns("", "blue")[1]]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"messages": turns("<image>?"), "images": ["gone.png"]}, "record 1, image 1: no such file gone.png"),
+    "missing": ({"messages": turns("<image>?"), "images": ["gone.png"]}, "record 1, image 1: no such file: gone.png"),
     "damaged": (
         {"messages": turns("<image>?"), "images": ["bad.png"]},
         "record 1, image 1 .*cannot be read as an image",
     ),
-    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image and 2 <image>"),
-    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images and 1 <image>"),
-    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image and 0 <image>"),
+    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image for 2 <image>"),
+    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images for 1 <image>"),
+    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image for 0 <image>"),
     "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is a URL .*download it"),
     "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
     "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
@@ -445,7 +445,9 @@ def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_p
     assert read(root, file, dataset__min_pixels=28 * 28 * 10).stats.image_tokens >= 10
     for family, least in (("gemma3", {}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
         more: dict[str, Any] = {"dataset__max_pixels": 784, **least}
-        with pytest.raises(UserError, match=r"dataset.m\w\w_pixels=\d+: (has no effect on images|above dataset.max_)"):
+        with pytest.raises(
+            UserError, match=r"dataset.m\w\w_pixels=\d+: (has no effect on images|exceeds dataset.max_)"
+        ):
             read(root, file, family, **more)
 
 

@@ -259,10 +259,11 @@ def _read_message(
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
-        problem = (
-            f"unknown {keys[0]} {name!r}" if keys[0] in turn else f"has no {keys[0]} (the turn has {join_names(turn)})"
-        )
-        raise UserError(f"{where}: {problem}; use system, user, assistant or tool, or map it in the source's `roles`")
+        if keys[0] not in turn:
+            names = join_names(turn)
+            raise UserError(f"{where}: has no {keys[0]} (the turn has {names}); add it, or name it in dataset.fields")
+        fix = "use system, user, assistant or tool, or map it in the source's `roles`"
+        raise UserError(f"{where}: unknown {keys[0]} {name!r}; {fix}")
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
     content = turn.wrap(keys[1], content) if isinstance(content, list) else content

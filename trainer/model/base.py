@@ -195,9 +195,8 @@ def load_base_model(
         config.rescale_every = 0
     if attention is None and has_soft_cap(config):
         attention = "eager"
-    is_partitioned = deepspeed_config is not None or shards is not None
     is_packed = quantization is not None or is_mxfp4(config) or find_stored_form(config) is not None
-    if is_packed or is_partitioned or is_random(base_model):
+    if is_packed or deepspeed_config is not None or shards is not None or is_random(base_model):
         from transformers import GenerationConfig
 
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
@@ -208,9 +207,8 @@ def load_base_model(
         )  # fmt: skip
         if not is_random(base_model):
             with suppress(OSError):  # the base has no generation_config.json, which `from_pretrained` would read
-                model.generation_config = GenerationConfig.from_pretrained(
-                    base_model, revision=section.revision or "main"
-                )
+                revision = section.revision or "main"
+                model.generation_config = GenerationConfig.from_pretrained(base_model, revision=revision)
         return model
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)

@@ -83,7 +83,7 @@ def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
     others = [path for path in entries if path not in used and not path.is_dir()]
     if broken := [path for path in others if not path.exists()]:
-        yield f"skipped {len(broken):,} broken links (first: {broken[0].name})"
+        yield f"skipped {len(broken):,} broken link{'s' * (len(broken) > 1)} (first: {broken[0].name})"
     kinds = Counter(path.suffix.lower() or "no suffix" for path in others if path.exists())
     if kinds:
         counts = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
