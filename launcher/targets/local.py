@@ -35,7 +35,7 @@ EXPORTED_PREFIXES = (
 # GPU indices are those of the hostfile, and only this host reads the file of variables.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 # Never exported, because all users of a host can read command lines.
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET_WORDS", "PASSWORD")
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 @dataclass(frozen=True)
