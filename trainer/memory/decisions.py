@@ -1,4 +1,4 @@
-"""Decisions of a run before a weight is loaded: kernels, kept tensors and memory layout.
+"""Decisions made before any weight is loaded: kernels, kept tensors and memory layout.
 
 They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
 them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
@@ -22,7 +22,7 @@ from trainer.patches.tiled_mlp import AUTO_TILE
 Kernels = Literal["ours", "model"]
 VARLEN = "varlen"
 MIN_TILED_TOKENS = 4 * AUTO_TILE
-"""Tokens per micro-step from which `training.tiled_mlp: auto` uses tiles."""
+"""Minimum tokens per micro-step at which `training.tiled_mlp: auto` uses tiles."""
 T = TypeVar("T")
 
 
@@ -40,13 +40,13 @@ class Machine:
     scan_kernels: bool = False
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank; empty if all are on one."""
+    """The host of each rank; empty if all ranks share one."""
     host_room: int | None = None
-    """Bytes of host memory for the tensors that a rank offloads; None: any amount."""
+    """Bytes of host memory for the tensors that a rank offloads; None: unlimited."""
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Return GPUs with all kernels; those of mamba-ssm only if they are installed here."""
+        """Return a machine with all kernels, except mamba-ssm's if it is not installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
@@ -69,7 +69,7 @@ class Decisions:
     """All decisions that the builder and the estimate share."""
 
     attention: Decision[str]
-    """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
+    """`varlen`, `sdpa`, `eager`, or the value of model.attn_implementation."""
     own_elementwise: Decision[bool]
     """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
     norms: Decision[Kernels]
@@ -94,7 +94,7 @@ class Decisions:
     flat: Decision[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decision[bool]
-    """Whether the optimizer clips gradients and skips steps on the device, without the host."""
+    """Whether the optimizer clips gradients and skips steps on the device, without waiting for the host."""
     cuda_graphs: Decision[bool | None]
     """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
 

@@ -36,7 +36,7 @@ class Recovery:
     def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
         self._config, self._world_size, self._planner = config, world_size, planner
         self.is_updating = False
-        """Whether the optimizer's step has begun, where a smaller micro-batch does not help."""
+        """Whether the optimizer step has begun; a smaller micro-batch does not help there."""
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """Return `launch()`; `step` counts from 1, `saved_at` is the step of the newest checkpoint.

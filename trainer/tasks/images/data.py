@@ -87,7 +87,7 @@ class ImageSamples:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Width and height of each, [N, 2]."""
+        """Width and height of each image, [N, 2]."""
         return np.array([(entry.width, entry.height) for entry in self.entries], dtype=np.int64).reshape(-1, 2)
 
 
