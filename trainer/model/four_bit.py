@@ -28,7 +28,7 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
     """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
     On a CPU bitsandbytes 0.50.2 uses the wrong scales if rows do not consist of whole blocks (10 to 16 % error for rows
-    of 64 in blocks of 128). Those weights are dequantized here.
+    of 64 with blocks of 128). Those weights are dequantized here.
     """
     has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or has_whole_blocks:

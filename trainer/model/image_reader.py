@@ -85,9 +85,9 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the model's `reader`, or None without one.
+    """Return the images of `--image` for the model's `reader`, or None without `--image`.
 
-    Raises UserError for missing images, or if the model reads none.
+    Raises UserError for missing images, or if the model accepts none.
     """
     if reader is None:
         if files:
@@ -97,7 +97,7 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
 
 
 def trains_images(model: Any) -> bool:
-    """Return whether an adapted model trains parts of its image tower or projector."""
+    """Return whether an adapted model trains parts of its vision tower or projector."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -109,7 +109,7 @@ def trains_images(model: Any) -> bool:
 
 
 def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return a builder of image inputs for a loaded model; with `every_rank` each batch has an image."""
+    """Return a builder of image inputs for a loaded model; with `every_rank` batches without an image get a dummy."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
@@ -129,8 +129,8 @@ def cache_features(
 ) -> ImageInputs:
     """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
 
-    The ranks of each host share its missing images. All ranks run the tower equally often, since it may be sharded. The
-    name of the folder includes a hash of the tower's output for an image of noise, in place of its weights.
+    The ranks of each host share its missing images. All ranks run the tower the same number of times, because it
+    may be sharded. Instead of weights, the folder's name has a hash of the tower's output for a noise image.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):

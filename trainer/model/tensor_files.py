@@ -29,7 +29,7 @@ class Index(BaseModel):
     """The contents of `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
-    """File name by tensor name."""
+    """File names by tensor name."""
 
 
 class SafetensorsFiles:
@@ -130,7 +130,7 @@ def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
-    except OSError:  # a folder, or no permission
+    except OSError:  # a folder, or a file without read permission
         begin = b""
     kinds = (kind for first, kind in OTHER_FORMATS if begin.startswith(first))
     return next(kinds, f"{error.problem}; download or copy it again")
