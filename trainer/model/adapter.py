@@ -58,8 +58,8 @@ def build_lora_config(
     """Build the peft.LoraConfig for the section `lora`.
 
     `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
-    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter;
-    in that case call `set_dropout`.
+    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; in that case call
+    `set_dropout`.
     """
     from peft import LoraConfig
 
@@ -218,7 +218,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter adds biases that cannot be merged, to layers without one."""
+    """Return a warning if the initial adapter adds biases to layers without one, where they cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -294,7 +294,7 @@ class GradientCheck:
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # other views of the flat buffer have a gradient, this one does not
+            if grad is None:  # only other views of the flat buffer got a gradient
                 return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
@@ -340,7 +340,7 @@ class GradientCheck:
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
     """Return a warning if the data has more information than the adapter can store.
 
-    LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
+    In that case LoRA falls behind full fine-tuning (Schulman et al., "LoRA Without Regret", 2025).
     """
     capacity, information = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * trained_tokens
     if capacity >= information:

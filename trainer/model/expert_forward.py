@@ -1,8 +1,8 @@
 """The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes it if it supports the activation, which is detected by trial. Other experts are
-computed one by one in plain torch, with the model's own code between the products.
-Legend: T tokens, K experts per token, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
+The operator `ops.experts_mlp` computes it if it supports the activation, which is found by trial. Other experts run one
+by one in plain torch, with the model's own code between the products.
+Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
 from collections.abc import Callable

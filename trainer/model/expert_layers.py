@@ -59,12 +59,12 @@ def expert_names(module: nn.Module) -> list[str]:
 
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Return the unpacked, unpartitioned shape of a tensor of experts: [E, out, in], or [E, in, out]."""
+    """Return the unpacked, unpartitioned shape of an expert tensor: [E, out, in], or [E, in, out] if transposed."""
     return tuple(model_shape(getattr(module, name)))
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Return whether each expert gets all tokens, as in Llama 4, with zeros for those not routed to it."""
+    """Return whether each expert gets all tokens, as in Llama 4, with zeros in place of tokens not routed to it."""
     return type(module).__name__ == "Llama4TextExperts"
 
 

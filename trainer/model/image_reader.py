@@ -29,7 +29,7 @@ FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
     "internvl",
 )  # fmt: skip
-"""Supported model types; tests compare their losses with those of transformers and PEFT."""
+"""Supported model types; tests compare their losses with transformers and PEFT."""
 
 
 def load_image_reader(
@@ -63,7 +63,7 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     except (OSError, ImportError):
         # Without preprocessor_config.json, or torchvision if the processor needs it, train on text alone.
         return None
-    except Exception as error:  # invalid values raise many types
+    except Exception as error:  # invalid values raise many types of errors
         raise build_load_error("base_model", base_model, error) from None
     try:
         settings, _ = processor_class.get_processor_dict(base_model, revision=revision)

@@ -40,7 +40,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
-        except ValueError:  # PEFT fuses two names into one and misses the other
+        except ValueError:  # PEFT fuses two targets into one, and the other is missing
             refused.add(name)
             continue
         if name not in set(config.target_modules or ()):

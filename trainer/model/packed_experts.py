@@ -56,7 +56,7 @@ class ExpertsLayout:
     block: int = mxfp4.BLOCK
     double_quant: bool = False
     cell: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale, in 8 bits."""
+    """Rows and columns that share a scale, for 8-bit values."""
     groups: Any = None
     """A `GroupedLayout`, if `kind` is `grouped`."""
 
@@ -67,7 +67,7 @@ class ExpertsLayout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Shape of one expert's scales, in 8 bits."""
+        """Shape of one expert's scales, for 8-bit values."""
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
@@ -197,7 +197,7 @@ class PackedExperts(nn.Parameter):
 
 
 def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """Dequantize one expert's matrix like `dequantize_4bit` of bitsandbytes."""
+    """Dequantize one expert's matrix as bitsandbytes' `dequantize_4bit` does."""
     expert_sections = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
     scales = _dequantize_scales(sections | expert_sections, layout).view(-1)
     count = layout.rows * layout.cols
@@ -239,7 +239,7 @@ def build_experts_layout(
     cell: tuple[int, int] | None = None,
     **four_bit_options: Any,
 ) -> ExpertsLayout:
-    """Build the layout for a tensor [experts, a, b]; in 8 bits with one scale per `cell`, or by default per row."""
+    """Build the layout for a tensor [experts, a, b]; 8-bit values have a scale per `cell` (default: per row)."""
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
     return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **four_bit_options)
@@ -278,7 +278,7 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
 
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's `forward` on dequantized weights; the backward pass recomputes it."""
+    """Run a module's `forward` on dequantized weights, and recompute it in the backward pass."""
     return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
 
 

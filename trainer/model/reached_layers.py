@@ -107,7 +107,7 @@ class _Pass:
         self.called = set(add_dropped(self.called))
 
     def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
+        """Return a tensor with the layer's output shape that depends on `x` and on the layer's probe."""
         self.called.add(path)
         width = getattr(module, "out_features", None) or module.nf
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
@@ -170,7 +170,7 @@ def describe_layer(layer: nn.Module) -> Any:
 
 
 def _find_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors to which gradients of `result` flow."""
+    """Yield the leaf tensors that receive a gradient from `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node: Any = waiting.pop()

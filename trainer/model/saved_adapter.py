@@ -92,7 +92,7 @@ def load_adapter(
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
-    """Load the adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
+    """Load the adapter's file. Raises ValueError unless its tensors match the adapted model's exactly."""
     from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 

@@ -1,4 +1,4 @@
-"""Find adapters that an inference server ignores, so that its answers differ from the trained model's.
+"""Find adapters that an inference server would ignore, giving answers that differ from the trained model's.
 
 Observed with vLLM 0.32 (tests/servers/test_vllm.py), and listed in SGLang's source.
 """

@@ -1,4 +1,4 @@
-"""Read checkpoints with linear layers in 4 bits: GPTQ, AWQ, and W4A16 and NVFP4 of compressed-tensors.
+"""Read checkpoints with linear layers in 4 bits: GPTQ, AWQ, and compressed-tensors' W4A16 and NVFP4.
 
 All store codes with a scale per group of columns. They are converted to the layout of ops/grouped.py. For a weight
 [O, I] they store:
@@ -67,7 +67,7 @@ class FourBitForm:
         return is_in_layer and not any(is_match(path, each) for each in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
-        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index in TYPES, or None."""
+        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index into TYPES (None: default)."""
         *experts, rows, cols = shape
         floats, group = int(self.name == "NVFP4"), self.group or cols
         scale = TYPES.index("F8_E4M3" if floats else "F16") if scale is None else scale
@@ -213,7 +213,7 @@ class FourBitFiles:
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
+        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and the result."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()

@@ -209,7 +209,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def _has_matrix_weight(module: nn.Module) -> bool:
-    """Return whether a module has a matrix: a linear layer, embedding, convolution, router or experts."""
+    """Return whether a module has a matrix, as linear layers, embeddings, convolutions, routers and experts do."""
     return any(len(model_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
@@ -239,7 +239,7 @@ def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings, with a ModuleList's entries listed."""
+    """Return the paths of the modules that map image features to embeddings; a ModuleList's entries are listed."""
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
@@ -299,7 +299,7 @@ def _suggest(name: str, paths: set[str], kind: str) -> str:
 
 
 def _summarize_names(paths: Any) -> str:
-    """Summarize paths by their last name with a count: `k_proj (32), q_proj (32)`."""
+    """Summarize paths by last component, with counts: `k_proj (32), q_proj (32)`."""
     counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")

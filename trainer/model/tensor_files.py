@@ -81,7 +81,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
 
 
 def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
-    """Return the weight files that transformers or diffusers would load: a single file, or those in the index.
+    """Return the weight files that transformers or diffusers would load: a single file, or the files in the index.
 
     Raises UserError, beginning with `setting`, if files are missing.
     """

@@ -1,7 +1,7 @@
 """Check that the stored weights have the names and shapes that config.json implies.
 
-transformers initializes missing weights at random and only logs it. Here its loading code, with its renamings, fused
-experts, tied weights and ignored names, runs on meta tensors before any weight is read.
+transformers initializes missing weights randomly and only logs a warning. Here its loading code, with its renamings,
+fused experts, tied weights and ignored names, runs on meta tensors before any weight is read.
 """
 
 import re
@@ -59,7 +59,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
+    """Check transformers' loading info (`output_loading_info`) as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.
