@@ -176,7 +176,7 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     """Seal a folder, flush it to disk and rename it to `final`, after setting `later` checkpoints aside.
 
-    A crash at any point leaves older checkpoints untouched. Returns their new paths.
+    A crash at any point leaves older checkpoints untouched. Returns the new paths of `later`.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):

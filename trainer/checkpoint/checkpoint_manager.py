@@ -1,9 +1,9 @@
 """Select, restore and write the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts the
-writing once the loss of the step is known. `settle`, called before the next copy and at the end, waits for it and
-exchanges the outcome between ranks.
+`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts
+writing once the step's loss is known. `settle`, called before the next copy and at the end, waits for it and exchanges
+the outcome between ranks.
 """
 
 import math

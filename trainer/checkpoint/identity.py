@@ -1,8 +1,8 @@
 """Record the identity of a run (base, tokenizer, adapter, data), and compare it before the run is loaded.
 
 Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
-reports all differences together. `training.resume_changes` allows the changes that it names; those that the optimizer
-state cannot follow (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
+reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not fit
+the optimizer state (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
 model they load.
 """
 
@@ -301,7 +301,7 @@ def plan_resumption(
 
 
 def describe_finished(step: int, total_steps: int) -> str:
-    """Return the note for a run without remaining steps."""
+    """Return the note for a run that has no steps left."""
     return (
         f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
         "nothing is left to train; raise them to continue"
