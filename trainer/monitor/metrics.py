@@ -114,7 +114,7 @@ class Metrics:
         self._display.print_line(step, numbers)
 
     def _write(self) -> str | None:
-        """Append all unwritten records, or none and return the problem if the disk is full."""
+        """Append all unwritten records; if the disk is full, append none and return the problem."""
         failures: list[str] = []
         with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0

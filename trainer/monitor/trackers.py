@@ -108,7 +108,7 @@ class Trackers:
         """Call a service; after an error, warn and stop using it."""
         try:
             call(*arguments)
-        except Exception as error:  # services and networks raise many types
+        except Exception as error:  # services and networks raise many types of errors
             del self._open[name]
             problem = escape(f"{type(error).__name__}: {error}")
             self._say(f"[yellow]warning:[/yellow] {name}: stopped logging: {problem}")

@@ -148,7 +148,7 @@ def format_value(value: Any) -> str:
 
 
 def _prepare_for_display(value: Any) -> Any:
-    """Drop nulls from a value, and replace paths of cached models by their hub names."""
+    """Drop nulls from a value, and replace paths of cached models with their hub names."""
     if isinstance(value, list):
         return [_prepare_for_display(entry) for entry in value]
     if isinstance(value, dict):
