@@ -49,7 +49,7 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, and delete it afterwards; first move results out by `move_into_place`.
+    """Yield a temporary folder next to `output` that is deleted afterwards; keep results by `move_into_place`.
 
     Raises UserError if the folder cannot be created, and RuntimeError (which names the disk) if writing fails.
     """

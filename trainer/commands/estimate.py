@@ -91,7 +91,7 @@ def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
-    """Return the largest micro-batch that fits with a reserve, or the configured one if it is larger and just fits."""
+    """Return the largest micro-batch that fits with a reserve, or a larger configured one that fits without."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
 

@@ -160,7 +160,7 @@ def load_for_prompts(
 
 
 def show(answers: dict[str, str], console: Console) -> None:
-    """Print one answer as plain text, two in columns."""
+    """Print a single answer as plain text, or two answers in columns."""
     if len(answers) == 1:
         answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.

@@ -1,4 +1,4 @@
-"""`zerolora merge --quantize`: write adapted layers in the integer format they were trained for, for servers.
+"""`zerolora merge --quantize`: write adapted layers for servers, in the integer format they were trained for.
 
 Uses compressed-tensors' `pack-quantized` format, which vLLM, SGLang and transformers load without torchao: for each
 layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's dtype and `weight_shape`. All other

@@ -10,11 +10,11 @@ from trainer.patches.packed_attention import check_shareable
 
 SHORTEST, LONGEST = 1024, 2**26
 STEP, PRECISION = 256, 64
-"""The result is a multiple of 256, and at most max(256, result / 64) below the longest that fits."""
+"""The result is a multiple of 256, and less than max(256, result / 64) below the longest that fits."""
 
 
 def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, int]:
-    """Return the longest sequence by the number of GPUs that share it: one, as configured, and all; 0 if none fits.
+    """Return the longest sequence for each number of GPUs that share it (1, configured, all); 0 if none fits.
 
     Host memory is taken from `planner.machine`. Other settings and `auto` apply as configured, with one row.
     """

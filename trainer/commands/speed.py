@@ -54,7 +54,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 
 
 def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
-    """Return the bandwidth per GPU from other hosts in bytes per second; None if unknown.
+    """Return the bytes per second that each GPU receives from other hosts; None if unknown.
 
     Raises UserError unless --network is a speed, such as `50GB/s` or `400Gbit/s`.
     """

@@ -85,7 +85,7 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
-    """Return estimated bytes of host memory per rank and on disk, or a failed check if they cannot be estimated.
+    """Return estimated bytes of host memory per rank and on disk, or a warning if they cannot be estimated.
 
     The memory is in addition to the process's own. On a CPU it includes everything that would be on the GPU.
     """

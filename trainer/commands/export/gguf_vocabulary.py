@@ -113,7 +113,7 @@ def _example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a space before texts, preferring the choice that tokenizes chats alike."""
+    """Return whether llama.cpp should add a space before texts, preferring the setting that tokenizes chats alike."""
     normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:

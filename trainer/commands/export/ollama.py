@@ -102,7 +102,7 @@ def _test_chats(roles: Sequence[str]) -> list[Messages]:
 
 
 def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
-    """Render a chat, without its first token if llama.cpp adds that to prompts; in some models it also begins turns."""
+    """Render a chat, without its BOS token if llama.cpp adds that to prompts; in some models it also begins turns."""
     text = str(tokenizer.apply_chat_template(chat, tokenize=False, **variables))
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(tokenizer.bos_token) if adds_bos else text
@@ -119,8 +119,8 @@ def _end_of_turn(tokenizer: Any) -> str | None:
 def build_text_template(form: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt ends with an
-    empty line.
+    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt is
+    followed by an empty line.
     """
     if not survives_quotes(form) or "{{" in form:
         return None
