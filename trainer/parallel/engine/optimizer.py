@@ -15,7 +15,7 @@ from trainer.parallel.engine.partitioned import whole_shape
 from trainer.parallel.engine.protocol import Engine
 
 AVERAGES = "train_mode"
-"""Key in the groups of schedulefree's optimizers; False while the weights are the averaged ones."""
+"""Key in the parameter groups of schedulefree; False while the model has the averaged weights."""
 AVERAGE_STATE = ("k", "weight_sum", "lr_max")
 """Keys that these optimizers update in every step."""
 
@@ -28,7 +28,7 @@ def build_optimizer(
     fused: bool,
     adapters: Sequence[TrainingSection] = (),
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters, in groups of equal learning rate and weight decay.
+    """Build the optimizer; parameters with the same learning rate and weight decay form a group.
 
     LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
     DoRA magnitudes) have no weight decay. Several `adapters` have a group each, with their own settings.
@@ -133,7 +133,7 @@ def averaged_weights(engine: Engine) -> Iterator[None]:
 
 
 def _wait_for_copies() -> None:
-    """Wait for another stream that may still copy the weights for a checkpoint."""
+    """Wait until no other stream copies the weights for a checkpoint."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

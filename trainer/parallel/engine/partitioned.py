@@ -45,7 +45,7 @@ def get_partition_group(parameter: Tensor) -> Any:
 
 
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
-    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise pass as full parameters."""
+    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise look like full parameters."""
     if not all(map(is_partitioned, parameters)):
         raise changed("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 
