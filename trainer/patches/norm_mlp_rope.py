@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Replaceable:
-    """Forwards of modules and functions of modeling files that our operators replace, and those they do not."""
+    """Module forwards and modeling-file functions that our operators can replace, and those they cannot."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """(module, its new forward)."""
