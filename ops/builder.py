@@ -5,7 +5,7 @@
     python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
     ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
-DeepSpeed has no hook for third-party operators (its `all_ops.py` scans its own folder): `register` adds ours to its
+DeepSpeed has no hook for third-party operators (its `all_ops.py` scans its own folder), so `register` adds ours to its
 table.
 """
 

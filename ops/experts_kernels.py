@@ -1,4 +1,4 @@
-"""The experts' operator on CUDA cards: our kernels around torch's grouped products.
+"""The experts' operator on CUDA GPUs: our kernels around torch's grouped products.
 
 Symbols and formulas: ops/experts.py. The host never waits if torch's grouped product has a kernel (bf16 on 9.0 and
 10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert and reads the counts from the device.
@@ -41,7 +41,7 @@ for _schema in (
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
 USE_PRODUCT_KERNEL = True
-"""Whether Hopper multiplies by our kernel with an adapter; without one torch's product is as fast."""
+"""Whether Hopper uses our product kernel with an adapter; without one, torch's product is as fast."""
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -82,7 +82,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 
 def _fusable(p: Tensor | None) -> Tensor | None:
-    """Return P if its rank is low enough to fuse the projection into the previous kernel: ranks need registers."""
+    """Return P if its rank needs few enough registers to fuse the projection into the previous kernel."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 

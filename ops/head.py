@@ -145,7 +145,7 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the MEASURES of every token in nats, fp32 [5, K]; those of the base are 0 without `base_hidden` [K, H].
+    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], those of the base are 0.
 
     The other arguments are those of `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
@@ -235,7 +235,7 @@ def _compute_losses(
 ) -> Tensor:
     """Return the weighted loss of every token [K], and accumulate the gradients in `head`.
 
-    `row_weights` [K] weight the tokens in the gradient of the trained rows only.
+    `row_weights` [K] apply only to the gradient of the trained rows.
     """
     tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
@@ -254,7 +254,7 @@ class _Head:
     """The head in one pass over the chunks, and the gradients accumulated over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """Allocate the gradients of the hidden states `like` and the trained rows; None computes no gradient."""
+        """Allocate gradients of the trained rows and of hidden states shaped like `like`; none if it is None."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None
@@ -271,7 +271,7 @@ class _Head:
     def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, row_weights: Tensor | None = None) -> None:
         """Accumulate the gradients of a chunk; `grad_CV`, the gradient of its logits, is overwritten.
 
-        `row_weights` [K] weight the tokens in the gradient of the trained rows, but not in that of the hidden states.
+        `row_weights` [K] apply to the gradient of the trained rows, but not to the gradient of the hidden states.
         """
         if self.grad_hidden is None:
             return

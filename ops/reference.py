@@ -35,7 +35,7 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
 
 
 def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to that of the kernels for the same int64 seed.
+    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to the kernels' mask for the same int64 seed.
 
     One Philox call per 8 adjacent elements of a row, 15 bits each; numbers below round(32768 p) drop their element.
     """
@@ -224,7 +224,7 @@ def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
 
 
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    """Compute f(gate) up for f silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
+    """Compute f(gate) up with f = silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
     if kind == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -44,7 +44,7 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kMaskers = kBoth ? 0 : kBlocks * RP <= 64 ? 512 : 256;
   static constexpr int kThreads = kConsumers + kCopiers + kMaskers;
   // setmaxnreg redistributes the registers of the launch: 168 for each of 384 threads, 96 of 640, 72 of 896. Requesting
-  // more than the others release waits forever.
+  // more than the others release hangs forever.
   static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 168;
   static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 56;
   static constexpr int kCopierRegisters = kBoth ? 56 : kMaskers == 512 ? 40 : 32;
