@@ -34,7 +34,7 @@ class AdapterChoice:
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
-        """Select an adapter within the block, with its own random numbers, which match those of a separate run."""
+        """Select an adapter within the block, with its own random numbers, which match a separate run's."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
         if name in self._random_states:
@@ -61,7 +61,7 @@ class AdapterChoice:
         self.bundles = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
         for name, _ in rows:
             if self.draws.get(name):
-                with self.only(name):  # the number and order of draws match those of a separate run
+                with self.only(name):  # the number and order of draws match a separate run
                     self.seeds[name] = [torch.randint(0, 2**62, (1,), device=device) for _ in range(self.draws[name])]
         try:
             yield

@@ -77,7 +77,7 @@ class GraphCapturer:
     def __init__(self, flat: FlatAdapter) -> None:
         self.flat = flat
         self._has_workspaces = False
-        # Captured passes read these instead of the buffers, which have hooks of the engine.
+        # Captured passes read these instead of the buffers, which have the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         self._device = device = self._leaves[0].device
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]

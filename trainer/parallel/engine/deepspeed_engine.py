@@ -123,7 +123,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
         raise UserError(
             f"zero.extra: DeepSpeed rejects {key}={first['input']}: {describe_problem(first)}; change it"
         ) from None
-    except Exception as error:  # of any type, as DeepSpeed's parts parse their keys differently
+    except Exception as error:  # any type: DeepSpeed's sections raise different ones
         raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 
 

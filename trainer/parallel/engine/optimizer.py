@@ -30,7 +30,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer; parameters with the same learning rate and weight decay form a group.
 
-    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
+    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times A's. Vectors (norms, biases,
     DoRA magnitudes) have no weight decay. Several `adapters` have a group each, with their own settings.
     Raises UserError for a vector if the optimizer trains only matrices.
     """
@@ -142,7 +142,7 @@ def _refresh_model(engine: Engine) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage():
         require(optimizer, "update_lp_params", "deepspeed")()
-    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model has the master weights themselves
+    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model's weights are the master weights
         with torch.no_grad():
             for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 torch._foreach_copy_(low, high)

@@ -130,7 +130,7 @@ class EngineState:
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Restore the result of `whole_state` after `steps` optimizer steps, and the weights of the forward pass.
+        """Restore the result of `whole_state` after `steps` optimizer steps, also in the model's weights.
 
         Returns False if 8-bit moments had to be rounded again.
         """

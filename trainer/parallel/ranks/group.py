@@ -182,11 +182,11 @@ def leave_process_group(*, together: bool = False) -> None:
 def end_process(exit_code: int) -> NoReturn:
     """Exit like Python, but without running library destructors, in which gloo threads sometimes abort.
 
-    Under MPI the destructors run, as MPI must be finalized.
+    Under MPI the destructors run, because MPI must be finalized.
     """
     if "mpi4py.MPI" in sys.modules:
         sys.exit(exit_code)
-    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads, including those of executors
+    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads, including executors'
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a pipe without a reader, a closed stream

@@ -2,7 +2,7 @@
 
 Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
 tokens of some heads, and another one afterwards returns its own tokens with all heads. The backward pass of an exchange
-is the opposite exchange, so the gradients of the weights are summed over the ranks like those of different samples.
+is the opposite exchange, so the gradients of the weights are summed over the ranks as for different samples.
 
 B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
 """

@@ -23,7 +23,7 @@ if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    # There is nothing to save yet, and an exception in the middle of an import would look like a fault of that module.
+    # There is nothing to save yet, and an exception in the middle of an import would look like a bug in that module.
     os._exit(exit_code_after(number))
 
 

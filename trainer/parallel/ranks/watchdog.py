@@ -80,7 +80,7 @@ class DeviceMarks:
             self._recorded += 1
 
     def reached(self) -> int | None:
-        """Return the number of the last event that the GPU has reached, 0 if overwritten; None without events.
+        """Return the number of the last event that the GPU has reached, 0 if reused since; None without events.
 
         Any thread may call it.
         """
