@@ -137,7 +137,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 
 @torch.no_grad()
 def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
-    """Raise UserError if logits of a part of a sequence differ from those of the full sequence; a collective call.
+    """Raise UserError if logits of a part of a sequence differ from the full sequence's; a collective call.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
     """

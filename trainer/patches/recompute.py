@@ -1,7 +1,7 @@
 """Set up gradient checkpointing: recompute parts of the model in the backward pass, and keep only their inputs.
 
 non_reentrant, reentrant   recompute every decoder layer, or the first ones
-selective                  recompute the MLP of every layer, which keeps most of a layer's activations, not attention
+selective                  recompute the MLP of every layer, which has most of its activations, but not attention
 offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
 """
 
