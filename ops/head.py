@@ -147,7 +147,7 @@ def measure_tokens(
 ) -> Tensor:
     """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], those of the base are 0.
 
-    The other arguments are those of `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
+    The other arguments are as in `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
     recomputes the logits chunk by chunk.
     """
@@ -369,7 +369,7 @@ def _compute_chunk(
     """Write the rows' weighted losses; unless `scale` is None, overwrite the logits with their scaled gradient."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
-        from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
+        from ops.head_kernel import cross_entropy_rows  # only torch's CUDA builds include triton
 
         cross_entropy_rows(logits_CV, targets, losses, scale)
     else:
@@ -411,7 +411,7 @@ def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tenso
 
 
 def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    from ops.head_kernel import divergence_rows  # triton comes with torch's CUDA builds only
+    from ops.head_kernel import divergence_rows  # only torch's CUDA builds include triton
 
     divergence_rows(logits_CV, base_CV, divergences, scale)
 
@@ -429,7 +429,7 @@ def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None
 
 
 def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
-    from ops.head_kernel import cross_entropy_rows, divergence_rows  # triton comes with torch's CUDA builds only
+    from ops.head_kernel import cross_entropy_rows, divergence_rows  # only torch's CUDA builds include triton
 
     cross_entropy_rows(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
     if base_CV is not None:

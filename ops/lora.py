@@ -154,7 +154,7 @@ def adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and all B, and add that of x to `grad_x` [T, I]; a weight of None adds nothing."""
+    """Return the gradients of all A and all B, and add x's to `grad_x` [T, I]; a weight of None adds nothing."""
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]

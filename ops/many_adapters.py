@@ -20,7 +20,7 @@ Pending = list[tuple["Bundle", Tensor, Tensor]]
 class Bundle:
     """`count` adapters with adjacent rows [start, end) of the flattened tokens; they differ only in their factors.
 
-    Each has the same number of tokens, the same `layers` and their `scales`. With dropout, a bundle has one adapter.
+    Each has the same number of tokens, the same `layers` and `scales`. With dropout, a bundle has one adapter.
     """
 
     start: int

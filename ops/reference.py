@@ -26,7 +26,7 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = key & _MASK_32, (key >> 32) & _MASK_32
     for _ in range(PHILOX_ROUNDS):
-        # A 64-bit product wraps in int64, but its bits are those of the unsigned one.
+        # A 64-bit product wraps in int64, but its bits equal the unsigned product's.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((product1 >> 32) & _MASK_32) ^ c1 ^ k0, product1 & _MASK_32
         c2, c3 = ((product0 >> 32) & _MASK_32) ^ c3 ^ k1, product0 & _MASK_32

@@ -6,8 +6,8 @@ float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with th
 This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
 8-bit product here, and for any 8-bit base if exact products are requested. A dequantized weight's memory returns to
 torch's allocator when its product is queued, and the next one reuses it. The backward saves the 8-bit Parameter itself
-and its scales, so ZeRO-3 may free and gather it in between. On every device the products are those of
-`zerolora::lora_forward`.
+and its scales, so ZeRO-3 may free and gather it in between. Products are computed as in
+`zerolora::lora_forward` on every device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
