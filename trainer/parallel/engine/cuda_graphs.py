@@ -48,7 +48,7 @@ class CapturedPass:
         self._capturer, self._value, self._grad_output = capturer, value, grad_output
         self._forward, self._backward = graphs
         self.launched_s = self.replayed_s = 0.0
-        """Seconds of a forward and backward pass, eager and replayed."""
+        """Seconds per forward and backward pass: eager, replayed."""
 
     def __call__(self) -> Tensor:
         """Return the loss for the current static inputs, differentiable with respect to the flat buffers."""
@@ -147,7 +147,7 @@ class GraphCapturer:
             raise NotCapturable(f"the forward or backward pass waits for the device ({locations[0]})")
 
     def _run_eagerly(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
-        """Return the loss and gradients of an eager pass, and its seconds."""
+        """Return the loss, gradients and seconds of an eager pass."""
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()

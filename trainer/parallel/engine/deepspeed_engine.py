@@ -53,7 +53,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor.
 
-    If the engine is `guarded`, `AdapterGuard` clips and skips instead, for each adapter.
+    If the engine is `guarded`, `AdapterGuard` replaces DeepSpeed's clipping and skipping.
     """
     # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
     # 0.19.8 also makes the host wait for the device before every overlapped reduction.

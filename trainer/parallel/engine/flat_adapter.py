@@ -292,7 +292,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def why_not_flat(config: Any) -> str | None:
-    """Return why the adapter of this run cannot be one buffer; None if it can."""
+    """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:

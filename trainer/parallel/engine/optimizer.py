@@ -107,7 +107,7 @@ def has_positive_rate(schedule: Any) -> bool:
 
 @contextmanager
 def averaged_weights(engine: Engine) -> Iterator[None]:
-    """Give the model its averaged weights within the block, if the optimizer has any; a collective call.
+    """Use the averaged weights in the model within the block, if the optimizer has any; a collective call.
 
     The original weights are restored bit for bit.
     """

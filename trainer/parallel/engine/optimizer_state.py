@@ -1,8 +1,8 @@
-"""Save and restore the optimizer's 32-bit state of a DeepSpeed engine, for any stage and number of ranks.
+"""Save and restore the 32-bit optimizer state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
 position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
-without communication; the reader reassembles the tensors by name, for any partitioning. Read in DeepSpeed 0.19.8:
+without communication; the reader reassembles the tensors by name, for any partitioning. Based on DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
 docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """

@@ -1,6 +1,6 @@
 """Read the attributes that DeepSpeed's stage 3 adds to partitioned parameters; no other file uses them.
 
-Read in DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
+See DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
 """
 
 import inspect

@@ -23,7 +23,7 @@ MIN_PAGE_FAULTS = 64
 
 
 def main_thread_frame() -> FrameType | None:
-    """Return the innermost Python frame of the main thread, also during a call into C++."""
+    """Return the innermost Python frame of the main thread, even during a call into C++."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 

@@ -3,9 +3,9 @@
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
 thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) outside of any collective. While
 one rank makes progress the run does not hang, however long the others wait for it. If no rank makes progress for
-`training.hang_timeout`, the silent ranks are behind. If none is silent, ties are broken in this order: lowest step,
-fewest collectives begun, GPU furthest behind, outside of any collective. All ranks then write their Python stacks to
-their logs and exit with code 1.
+`training.hang_timeout`, the ranks behind are the silent ones. If none is silent, they are selected by the lowest step,
+then the fewest collectives begun, then the GPU furthest behind, then being outside of any collective. All ranks then
+write their Python stacks to their logs and exit with code 1.
 """
 
 import faulthandler
