@@ -32,7 +32,7 @@ from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
-"""Models that need a fourth row of positions, next to their own three, to separate the documents of a pack."""
+"""Models that need a fourth row of positions, besides their own three, to separate the documents of a pack."""
 
 
 class TokenLoss:
@@ -326,7 +326,7 @@ class TokenLoss:
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block; unlike PEFT, keep the requires_grad of its factors.
 
-    Such a change would break a graph, an engine or a flat buffer that holds the factors.
+    Changing it would break a graph, an engine or a flat buffer that holds the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -140,7 +140,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents can share keys in a loaded model: our attention fits, without sinks or chunks."""
+    """Return whether documents of a loaded model can share keys: our attention supports no sinks and no chunks."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
