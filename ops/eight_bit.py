@@ -36,7 +36,7 @@ class EightBitWeight:
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantize rows of the concatenated parts [T, O_i], each times its factors [O_i] if given, in plain torch."""
+    """Quantize the rows of the concatenated parts [T, O_i], each times its factors [O_i] if given, in plain torch."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]

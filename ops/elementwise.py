@@ -64,7 +64,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
     """Make operations in the context save `recompute` where they would save `result` for their backward.
 
-    `recompute()` must return the same values, with the same number of elements, from tensors that are saved anyway.
+    `recompute()` must return the same values, in any shape, from tensors that are saved anyway.
     """
     address, elements, dtype = result.untyped_storage()._cdata, result.numel(), result.dtype
 

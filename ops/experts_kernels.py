@@ -170,7 +170,7 @@ def backward(  # type: ignore[no-untyped-def]
     g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
-        # Gradients per token take 1/8 of the memory of those per row and fit the L2 cache.
+        # Per-token gradients take 1/8 of the memory of per-row ones and fit the L2 cache.
         grad_b = _factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
     p_gu = _swap_dims(call.b_gu)

@@ -120,7 +120,7 @@ def fake_quantize_linear(
 ) -> Tensor:
     """Compute y[..., O] = x Q(W + s B A)^T + bias + s ((m - 1)*x) A^T B^T for x[..., I] in the type of W.
 
-    The mask comes from torch's CPU generator, so recomputation draws it again. Differentiable in x, bias, A and B.
+    The mask's seed is drawn on the CPU, so recomputation repeats the mask. Differentiable in x, bias, A and B.
     Raises ValueError in the backward pass if W itself needs a gradient.
     """
     seed = int(torch.randint(0, 2**62, (), device="cpu")) if dropout else 0

@@ -36,11 +36,11 @@ class Build:
     cuda: str
     """CUDA version of torch."""
     python: str
-    """Version and machine, "3.11-x86_64"."""
+    """Version and machine type: "3.11-x86_64"."""
     toolkit: str
     """Version of nvcc."""
     architectures: tuple[str, ...]
-    """nvcc's names, "90a"."""
+    """nvcc's names: "90a"."""
 
     @property
     def name(self) -> str:
