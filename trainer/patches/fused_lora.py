@@ -29,7 +29,7 @@ from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
-"""Number of tokens from which the operators use other kernels (kFewTokens in ops/csrc/operator/passes.h)."""
+"""The operators use other kernels for this many tokens or more (kFewTokens in ops/csrc/operator/passes.h)."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class FusionReport:
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
-        """Return lines for the console: the number of fused layers, and of those not fused by reason."""
+        """Return lines for the console: the number of fused layers, and of unfused layers by reason."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         examples = {reason: name for name, reason in reversed(self.refused)}

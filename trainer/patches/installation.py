@@ -1,6 +1,6 @@
 """Install the replacements on a model and its engine, in a fixed order.
 
-Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
+Each forward keeps the one that it replaced. Up to five are stacked on one adapted layer, from the inside out: PEFT's
 forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
 for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
 docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
@@ -49,7 +49,7 @@ class PatchPlan:
     own_elementwise: bool
     """Whether our operators replace norms, gated MLPs and rotary embedding."""
     elementwise_reason: str
-    """Why they do not."""
+    """The reason for this decision."""
     recomputed: str
     """`none`, `activations`, or `norms` (both)."""
     adapters: str
@@ -96,7 +96,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; return the guard of several adapters, each with its limit of the norm."""
+    """Replace code of DeepSpeed's engine; with a norm limit for each of several adapters, return their guard."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)

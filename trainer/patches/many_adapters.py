@@ -1,7 +1,7 @@
 """The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
 
-`fused_lora` computes the frozen product, with zero factors that need no gradient. So formats of the base, partitioning
-and recomputation work as in a run with one adapter.
+`fused_lora` computes the frozen product, with zero factors that need no gradient, so quantized bases, partitioning and
+recomputation work as in a single-adapter run.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -98,7 +98,10 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
 
 
 def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
-    """Return what adapters computed together have in common; one with dropout has its own mask, and is alone."""
+    """Return the grouping key of an adapter: adapters with equal keys are computed together.
+
+    An adapter with dropout gets a unique key, because it needs its own mask.
+    """
     own = [(layer.path, layer.members[name]) for layer in layers if name in layer.members]
     if any(member.has_dropout for _, member in own):
         return name

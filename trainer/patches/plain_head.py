@@ -66,7 +66,7 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""The indices on their device, as copying them in every pass would wait for it."""
+"""Cached indices on the device, because copying them in every pass would wait for it."""
 
 
 @replaces("the forward of the output head")
