@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-<<<<<<< HEAD
-"""(bundle, gradient of h, A) for each product that the gradient of x still lacks."""
-=======
 """(bundle, gradient of h, A) of products not yet added to the gradient of x."""
->>>>>>> dd
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,8 @@ def add_adapters(
 ) -> list[Tensor]:
     """Add s (m*x) A^T B^T in place to y_l of the layers l that read x, and return all y_l.
 
-<<<<<<< HEAD
-    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]. The layers of a bundle share its dropout mask m, which
-    starts at the bundle's first row.
-=======
     x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]; `downs` and `ups` are ordered by bundle, then by layer. The
     layers of a bundle share its dropout mask m, whose first row belongs to the bundle's first token.
->>>>>>> dd
     """
     return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
 
