@@ -429,7 +429,7 @@ def test_the_estimate_counts_the_activations_of_the_tower(root: Path) -> None:
         planner = Planner.from_run(Machine.assume(1, "bf16"), config, prepare(config))
         assert 4 <= planner.lengths.images <= 8, "one or two images of four tokens"
         found[name] = replace(planner, lengths=replace(planner.lengths, images=images)).estimate(config)
-    assert found["none"].moment == "image tower" and "activations of the tower" not in found["cache"].terms
+    assert found["none"].moment == "vision tower" and "activations of the tower" not in found["cache"].terms
     # 28 x 28 pixels in patches of 14 are 4 patches, and 4 tokens; q, k, v, out and two layers of the MLP, in bf16.
     layer = 4 * (32 + 32) + 2 * (32 + 48)
     assert found["none"].terms["activations of the tower"] == 3 * images * 2 * layer

@@ -48,7 +48,9 @@ def find_run_dir(folder: Path) -> Path:
         raise UserError(f"{folder}: {found}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: is not the folder of a run, it has no {CONFIG}; pass the output_dir of a run")
+        raise UserError(
+            f"{folder}: is not the folder of a run, because it has no {CONFIG}; pass the output_dir of a run"
+        )
     return run_dir
 
 

@@ -49,7 +49,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
     candidates: list[Changes] = []
     if training.batch_size > 1:
         limit = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
+        changes = find_smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
@@ -90,7 +90,7 @@ def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: 
     return []
 
 
-def smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
+def find_smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
     """Return the largest micro-batch up to `limit` that keeps the global batch, with its accumulation."""
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(limit, batch_size)), 0, -1) if rows % size == 0)

@@ -109,7 +109,7 @@ def estimate(
             "backward of a layer": activations.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
-        "image tower": {"activations of the tower": tower},
+        "vision tower": {"activations of the tower": tower},
         "gradients": {"reduction": reduction_bytes(shapes, placement)},
         "step": {"optimizer step": update_bytes(shapes, placement)},
     }

@@ -10,9 +10,9 @@ from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_obstacle
-from trainer.config.zero import engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.config.zero import engine_zero, find_layer_gather_obstacle, gathers_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
-from trainer.parallel.engine.flat_adapter import why_not_flat
+from trainer.parallel.engine.flat_adapter import find_flat_obstacle
 from trainer.parallel.ranks.group import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
@@ -123,7 +123,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
     own_elementwise = _own_elementwise(config, machine)
     norms, swiglu, rotary = (_kernels(part, model, own_elementwise) for part in PARTS)
     zero = engine_zero(config)
-    not_flat = why_not_flat(config)
+    not_flat = find_flat_obstacle(config)
     return Decisions(
         attention=_attention(config, machine, model),
         own_elementwise=own_elementwise,
@@ -299,4 +299,4 @@ def _gather(config: RunConfig) -> Decision[str]:
         return Decision("none")
     if gathers_by_layer(config):
         return Decision("layer")
-    return Decision("module", why_not_by_layer(config) or "as configured")
+    return Decision("module", find_layer_gather_obstacle(config) or "as configured")

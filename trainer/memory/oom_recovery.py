@@ -15,7 +15,7 @@ import torch
 from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
-from trainer.memory.advice import smaller_batch
+from trainer.memory.advice import find_smaller_batch
 from trainer.memory.planner import Planner
 
 _CUDA_LIBRARY_ERRORS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -61,7 +61,7 @@ class Recovery:
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:
             return OutOfMemory(self._describe_fixes(step))
-        new_size, new_accumulation = smaller_batch(size, accumulation, size // 2).values()
+        new_size, new_accumulation = find_smaller_batch(size, accumulation, size // 2).values()
         note = RestartNote(step, new_size, new_accumulation, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
         return OutOfMemory(

@@ -134,7 +134,7 @@ def cache_features(
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the image tower; set it to false")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:

@@ -279,10 +279,12 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's `forward` on dequantized weights, and recompute it in the backward pass."""
-    return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        _forward_dequantized, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False
+    )
 
 
-def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     attributes, packed = vars(module), packed_tensors(module)
     # Instance attributes take precedence over parameters.
     attributes.update({name: parameter.dequantized() for name, parameter in packed.items()})

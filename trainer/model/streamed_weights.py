@@ -216,7 +216,11 @@ class Filler:
                 name: build_experts_layout(kind.quant_type, each.shape, self.dtype, **options)
                 for name, each in experts.items()
             }
-        cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, is_transposed_module)
+        cells = (
+            dict.fromkeys(experts)
+            if fp8 is None
+            else _find_shared_block_sizes(fp8, experts, stored, is_transposed_module)
+        )
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
             name: build_experts_layout(
@@ -301,7 +305,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
     return quantize_linear(linear, quantization, compute_dtype=dtype)
 
 
-def _common_cells(
+def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
     """Return one block size per scale for all expert tensors (None: one scale per row); empty to dequantize them."""

@@ -102,7 +102,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         matched = {path for path in paths if matches_path(name, path)}
         reachable = {path for path in matched if not (outside_text and re.fullmatch(outside_text, path))}
         if matched and not reachable:
-            advice = "; vision.train: lora adapts the image tower" if lora.image_parts == "none" else ""
+            advice = "; vision.train: lora adapts the vision tower" if lora.image_parts == "none" else ""
             problem = "is outside the language model and never sees text"
             raise UserError(f"lora.target_modules={shown(name)}: {problem}{advice}")
         if not matched & linear:

@@ -95,7 +95,7 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, Member] = {}
     for name, layer in layers.items():
-        if reason := why_not_fused(layer):
+        if reason := find_fusion_obstacle(layer):
             report.refused.append((name, reason))
         else:
             members[name] = Member(layer)
@@ -108,7 +108,7 @@ def group_layers(
     return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
-def why_not_fused(layer: Any) -> str | None:
+def find_fusion_obstacle(layer: Any) -> str | None:
     """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 

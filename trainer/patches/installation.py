@@ -57,7 +57,7 @@ class PatchPlan:
     adapters_reason: str
     separate_projections: bool
     """Whether shared-input projections are computed one by one."""
-    small_pass: Callable[[Any], object]
+    run_small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
     mlp_tile: int = 0
@@ -141,7 +141,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
 
     assert plan.backend != "peft"
     options: dict[str, Any] = {
-        "forward": lambda: plan.small_pass(model),
+        "forward": lambda: plan.run_small_pass(model),
         "separate": plan.separate_projections,
         "tokens": plan.rank_tokens,
     }

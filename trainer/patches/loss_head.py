@@ -29,7 +29,13 @@ from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import document_inputs, has_separate_documents
-from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
+from trainer.patches.plain_head import (
+    find_plain_head_obstacle,
+    linear_layer,
+    observed_factor,
+    replace_head,
+    trained_rows,
+)
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
 """Models that need a fourth row of positions, besides their own three, to separate the documents of a pack."""
@@ -67,7 +73,7 @@ class TokenLoss:
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
-        if why_not_plain(self._head):
+        if find_plain_head_obstacle(self._head):
             self._head = None
             self._warn_if_estimate_is_off(False)
         self._factor: float | None = None

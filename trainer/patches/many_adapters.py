@@ -20,7 +20,15 @@ from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
-from trainer.patches.fused_lora import MANY_TOKENS, FusionReport, Group, Member, check_operators, compute, why_not_fused
+from trainer.patches.fused_lora import (
+    MANY_TOKENS,
+    FusionReport,
+    Group,
+    Member,
+    check_operators,
+    compute,
+    find_fusion_obstacle,
+)
 from trainer.patches.replace import replace
 
 ZERO_FACTOR_RANK = 8
@@ -88,7 +96,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if name not in module.lora_A:
                 continue
             module._active_adapter = [name]
-            if reason := why_not_fused(module):
+            if reason := find_fusion_obstacle(module):
                 raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
             members[name] = Member(module)
             members[name].apply_when_active(active)

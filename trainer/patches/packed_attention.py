@@ -120,7 +120,7 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         set_varlen(model)
 
 
-@replaces("attention in the windows of image towers")
+@replaces("attention in the windows of vision towers")
 def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Make vision towers compute all their windows in one attention call; transformers calls sdpa once per window.
 

@@ -28,7 +28,7 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
     return factors[0] if factors[0] > 0 and len(set(factors)) == 1 else None
 
 
-def why_not_plain(head: Any) -> str:
+def find_plain_head_obstacle(head: Any) -> str:
     """Return why this head cannot be fused with the loss; empty if it can."""
     layer = linear_layer(head)
     if type(layer) is not nn.Linear:

@@ -114,7 +114,7 @@ class LanguageTask(Task):
         ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
         return ids
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         return model(input_ids=torch.full((1, 8), self._any_token, device=self._device), use_cache=False)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:

@@ -85,7 +85,7 @@ class Task(Protocol):
         """Return the ids of the embedding rows that are trained with the adapter."""
         return []
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         """Run a forward pass on the smallest input that the model accepts."""
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:

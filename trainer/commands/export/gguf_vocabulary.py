@@ -65,7 +65,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
     # Unlike training, llama.cpp would also add the first token to chats that do not begin with it.
-    chats = _example_chats(tokenizer)
+    chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
     template = find_chat_template(tokenizer, None)
@@ -98,7 +98,7 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
     return tokens, types
 
 
-def _example_chats(tokenizer: Any) -> list[str]:
+def _render_example_chats(tokenizer: Any) -> list[str]:
     """Return example prompts formatted by the chat template; empty without a template, or if it refuses them."""
     if not tokenizer.chat_template:
         return []
@@ -136,7 +136,7 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
     names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
     numbers, model = tokenizer.get_vocab(), tokenizer.backend_tokenizer.model
-    for chat in _example_chats(tokenizer):
+    for chat in _render_example_chats(tokenizer):
         tokens: list[int] = []
         for piece in filter(None, pieces.split(chat)):
             marked = ("▁" if space else "") + piece.replace(" ", "▁")

@@ -291,7 +291,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
 
 
-def why_not_flat(config: Any) -> str | None:
+def find_flat_obstacle(config: Any) -> str | None:
     """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"

@@ -144,7 +144,7 @@ def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
 
 
-def describe_cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+def find_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
     """Return a warning for each token limit that captions exceed, with the text encoders it applies to."""
     import diffusers
     import transformers

@@ -66,7 +66,7 @@ class ImageTask(Task):
             shards=shards,
         )
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         """Run a forward pass on the smallest image that the model accepts, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
