@@ -102,7 +102,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, adapter: str, backend: str, c
     assert layer.records("eval/loss") == pytest.approx(expected.records("eval/loss"), rel=1e-6)
     assert "base: sharded in 4 units" in layer.console  # two layers, embedding and head
     if backend == "reference":
-        assert "fused 14 of 14 adapted layers (reference: as configured), 10 of them grouped" in layer.console
+        assert "fused 14 of 14 adapted layers (reference: requested), 10 of them grouped" in layer.console
 
 
 @pytest.mark.parametrize("kind", ["none", "recomputed"])

@@ -26,7 +26,7 @@ RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
 DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_by_layer,
-    "find_layer_gather_obstacle": find_layer_gather_obstacle,
+    "layer_gather_obstacle": find_layer_gather_obstacle,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
     "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
