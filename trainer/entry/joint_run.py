@@ -292,7 +292,7 @@ class JointRun:
     ) -> None:  # fmt: skip
         """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
 
-        `penalty_scale` is 0, but in the last micro-step, which adds the penalties of the SCU, the number of micro-steps.
+        `penalty_scale` is the number of micro-steps in the last one, which adds the SCU's penalties, and else 0.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)

@@ -130,11 +130,13 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
     if not has_flash(device, dtype):
         return
+    of_text = (None, model.config, model.config.get_text_config())
     for path in find_non_text_modules(model):
         for module in model.get_submodule(path).modules():
             config = getattr(module, "config", None)
-            takes_bounds = "cu_seqlens" in inspect.signature(module.forward).parameters
-            if takes_bounds and config is not None and config._attn_implementation in ("sdpa", VARLEN):
+            if "cu_seqlens" not in inspect.signature(module.forward).parameters or config in of_text:
+                continue
+            if config._attn_implementation in ("sdpa", VARLEN):
                 AttentionInterface.register(TOWER, window_attention)
                 config._attn_implementation = TOWER
 
