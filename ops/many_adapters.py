@@ -77,7 +77,7 @@ def add_adapters(
     """Add s (m*x) A^T B^T in place to y_l of the layers l that read x, and return all y_l.
 
     x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]; `downs` and `ups` are ordered by bundle, then by layer. The
-    layers of a bundle share its dropout mask m, whose first row belongs to the bundle's first token.
+    layers of a bundle share its dropout mask m; its first row is for the bundle's first token.
     """
     return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
 

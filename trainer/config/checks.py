@@ -191,7 +191,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
     if is_stable and training.warmup_ratio + training.decay_ratio > 1:
         why = f"with training.warmup_ratio={training.warmup_ratio:g} exceeds the whole run"
-        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions whose sum is at most 1")
+        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions that add up to at most 1")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
         yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")

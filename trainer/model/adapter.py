@@ -180,7 +180,7 @@ def _apply_loftq(adapted: Any, base_model: str) -> None:
 
 
 def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the layers whose rows for new tokens are trained: the embedding and an untied head.
+    """Return the paths of the layers that need trainable rows for new tokens: the embedding and an untied head.
 
     Omits layers that have an adapter or are trained in full. Raises UserError if PEFT cannot train the rows.
     """
@@ -280,7 +280,7 @@ class GradientCheck:
     """
 
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
-        """Register the hooks; pass `finite=False` for fp16, whose first loss scales may overflow."""
+        """Register the hooks; pass `finite=False` for fp16, where the first loss scales may overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)

@@ -127,7 +127,7 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
 def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers whose names PEFT mistakes for experts (peft#3711) are listed by weight in `target_parameters`, which is
+    Layers that PEFT mistakes for experts by their names (peft#3711) are listed by weight in `target_parameters`, which is
     equivalent.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
