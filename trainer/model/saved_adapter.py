@@ -127,8 +127,8 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
 def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers that PEFT mistakes for experts by their names (peft#3711) are listed by weight in `target_parameters`, which is
-    equivalent.
+    Layers that PEFT mistakes for experts by their names (peft#3711) are listed by weight in `target_parameters`, which
+    is equivalent.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]

@@ -43,7 +43,7 @@ class UnitPlan:
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
     """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
 
-    A model may list its blocks itself (`gathered_blocks`). Modules are not sharded if their names end in one of
+    A model may list its blocks itself (`gathered_blocks`). Not sharded: modules with a name that ends in one of
     `keep_whole`, the embeddings with `keep_embeddings`, weights shared with these or between blocks, and small weights
     outside of blocks. A weight with two names (a tied head) belongs to its first module.
     """
