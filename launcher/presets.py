@@ -57,6 +57,7 @@ def init(
     if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
         raise UserError(f"{empty}: must not be empty; write a value, or leave it out")
     tailored = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
+    is_guess = preset is None and model is not None
     preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
@@ -74,18 +75,21 @@ def init(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
-    argument, first_step = shlex.quote(str(output)), _describe_first_step(model, data, preset)
-    typer.echo(f"wrote {output}; {first_step}\n  zerolora validate {argument}\n  zerolora train {argument}")
+    first_step = _describe_first_step(model, data, preset, is_guess=is_guess)
+    commands = "".join(f"\n  zerolora {name} {shlex.quote(str(output))}" for name in ("validate", "inspect", "train"))
+    typer.echo(f"wrote {output}; {first_step}{commands}")
 
 
-def _describe_first_step(model: str | None, data: str | None, preset: str) -> str:
+def _describe_first_step(model: str | None, data: str | None, preset: str, *, is_guess: bool) -> str:
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         return f"{shown(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{shown(data)} does not exist yet; write the data there, then"
-    return f"it has the settings of the preset {preset}; next:"
+    problem = f"warning: {shown(model)} could not be read, here or on the hub, so " if is_guess else ""
+    fix = "; check its name and the connection, and run init again, or adjust them" if is_guess else ""
+    return f"{problem}it has the settings of the preset {preset}{fix}; next:"
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:

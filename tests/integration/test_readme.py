@@ -10,7 +10,7 @@ from tests.cluster.conftest import ROOT, environment
 from tests.tiny import make_model
 from tests.tutorials import last_step
 
-MODEL = "Qwen/Qwen2.5-3B-Instruct"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RECORDS = 60
 PATIENCE_S = 900
 # What differs from the README: fewer steps, and no hub or cluster.

@@ -58,7 +58,7 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
     (tmp_path / "my models" / "Qwen2.5-3B" / "config.json").touch()
     there = init("--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "b.yaml", cwd=tmp_path)
     assert "my data #1.jsonl does not exist yet" in there.stdout
-    assert commands == ["  zerolora validate 'my run.yaml'", "  zerolora train 'my run.yaml'"]
+    assert commands == [f"  zerolora {name} 'my run.yaml'" for name in ("validate", "inspect", "train")]
     loaded = load_config(tmp_path / "my run.yaml")
     assert loaded.notes == ()
     assert loaded.config.base_model == "./my models/Qwen2.5-3B" and loaded.config.output_dir == "runs/my-run"

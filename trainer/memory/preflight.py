@@ -59,7 +59,7 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            return f"{'memory':<12} peak {gib(measured)}, no estimate"
+            return f"{'memory':<12} peak {gib(measured)}{'' if on_gpu else ' of the whole process'}, no estimate"
         error = measured / estimate.peak - 1
         return f"{'memory':<12} {gib(estimate.peak)} predicted, {gib(measured)} measured ({error:+.1%})"
 
