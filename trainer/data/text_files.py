@@ -225,7 +225,7 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
             problem = f"has {len(cells)} cells, and the first line {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; quote texts with the separator, and remove lines above the names")
+            yield json.dumps(f"{place} {problem}; put texts with it in double quotes, and remove lines above the names")
     except csv.Error as error:
         fix = 'begin and end a quoted text with ", and write a " inside it twice'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None
