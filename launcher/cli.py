@@ -1,6 +1,6 @@
 """Entry point of `zerolora`: handle signals, import paths and closed pipes, then run launcher/commands.py.
 
-The working folder is kept out of sys.path, because its trainer.py or ops/ would shadow our packages.
+The working directory is kept out of sys.path, because its trainer.py or ops/ would shadow our packages.
 """
 
 import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
@@ -35,9 +35,9 @@ def main() -> None:
 
 
 def exclude_working_folder() -> None:
-    """Remove the working folder from the import path of this process and its children."""
+    """Remove the working directory from the import path of this process and its children."""
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working folder (`python -m`), or the folder of the script
+        del sys.path[0]  # the working directory (`python -m`), or the folder of the script
     os.environ["PYTHONSAFEPATH"] = "1"
     if ROOT not in sys.path:  # an uninstalled checkout
         sys.path.insert(0, ROOT)

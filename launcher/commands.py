@@ -100,21 +100,25 @@ def train(
     num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Rendezvous host; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
-    go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
+    is_job_start: Annotated[
+        bool, typer.Option("--job-start", hidden=True, help="One of the starts of a SLURM job.")
+    ] = False,
 ) -> None:
     """Train an adapter on the GPUs of this machine, of the hosts in a hostfile, or of a SLURM job."""
     if config.exists() and not config.is_file() and not config.is_dir():
         raise UserError(f"{config}: is a pipe, which only one rank could read; write it to a file")
     settings = list(overrides or [])
     loaded = load_config(config, settings)
-    if go_on and (resume_settings := build_resume_settings(loaded.config, os.environ)):
+    if is_job_start and (resume_settings := build_resume_settings(loaded.config, os.environ)):
         settings += resume_settings
         loaded = load_config(config, settings)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     arguments = [str(config), *settings]
-    raise typer.Exit(start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=go_on))
+    raise typer.Exit(
+        start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=is_job_start)
+    )
 
 
 @app.command("config")

@@ -47,7 +47,7 @@ class RankSlots:
             return None
         if self._allocation is not None:
             size = self._allocation.ranks_per_node
-            node = slot // size  # srun starts equally many ranks on each node
+            node = slot // size  # srun starts the same number of ranks on each node
             return f"node {self._allocation.nodes[node]}", frozenset(range(node * size, (node + 1) * size))
         if self._launcher == "hostfile":
             host, gpu = self._host_slots[slot]
@@ -106,7 +106,7 @@ class RankSlots:
         return RestartPlan(plan_on_hosts(self._request, self._logs, chosen, address), slots, len(available))
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Choose how many nodes and ranks per node give the most ranks; srun needs equally many on each node."""
+        """Choose how many nodes and ranks per node give the most ranks; srun needs equal numbers on all nodes."""
         lost, size = find_lost_nodes(allocation), allocation.ranks_per_node
         if lost:
             say(f"lost nodes: {', '.join(lost)}")
@@ -117,7 +117,7 @@ class RankSlots:
         ]
         if not nodes:
             raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available")
-        # Among shapes with equally many ranks, the last one wins: that on the fewest nodes.
+        # Among shapes with the same number of ranks, the last one wins: that on the fewest nodes.
         shapes = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
         count, ranks = shapes[find_largest_divisor(shapes, total)]
         reduced = replace(

@@ -119,7 +119,7 @@ def submit(
     dependency: Annotated[str | None, typer.Option(help="SLURM's dependency, such as `afterok:123`.")] = None,
     max_requeues: Annotated[int, typer.Option(min=0, help="Maximum number of requeues.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Option of sbatch: `--mem=0`; may be repeated.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and exit.")] = False,
 ) -> None:
     """Submit a SLURM job that saves a checkpoint before its time limit, is requeued, and resumes."""
     settings = list(overrides or [])

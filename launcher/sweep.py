@@ -63,10 +63,10 @@ def sweep(
         bool, typer.Option("--slurm", help="Submit an array of jobs; further options are those of `zerolora submit`.")
     ] = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Train as many runs as fit in memory together, on one base.")
+        bool, typer.Option("--together", help="Train several runs at once on one base model, as many as fit in memory.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Only show the current results.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and exit.")] = False,
 ) -> None:
     """Train every combination of the given values, then show the runs in a table and a page, best first."""
     arguments = [*(settings or []), *context.args]
@@ -161,7 +161,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 def combine_runs(
     config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
 ) -> list[Run]:
-    """Combine runs into the fewest runs with `adapters` that fit a GPU by the estimate, with equally many in each."""
+    """Combine runs into the fewest runs with `adapters` that fit a GPU by the estimate, evenly distributed."""
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
     if len(waiting) > 1:

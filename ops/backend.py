@@ -1,4 +1,4 @@
-"""The implementation for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
+"""Select the implementation for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ _library: torch.library.Library | None = None
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
     """Register the operators for CUDA tensors, once per process; `auto` uses the kernels if they can be built.
 
-    Raises ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
+    Raises ValueError if `cuda` was requested and cannot be built or loaded, or if another backend is loaded.
     """
     global _loaded
     if backend not in ("auto", "cuda", "reference"):

@@ -5,7 +5,7 @@
     python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
     ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
-DeepSpeed has no hook for third-party operators (its `all_ops.py` scans its own folder): `register` adds ours to its
+DeepSpeed has no hook for third-party operators (its `all_ops.py` scans its own folder), so `register` adds ours to its
 table.
 """
 
@@ -122,8 +122,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def build_into(self, folder: Path, verbose: bool = False, clean: bool = False) -> tuple[Path, ModuleType]:
         """Compile into a folder unless it has this build; return the library and its module.
 
-        The architectures are those of this builder, by default all that the toolkit supports; no GPU is needed. The
-        build is renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
+        Uses this builder's architectures, by default all that the toolkit supports; no GPU is needed. The build is
+        renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
         """
         toolkit = self.check()
         self._architectures = self._architectures or all_architectures(toolkit)
@@ -142,8 +142,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def find(self) -> Path | None:
         """Return the library of a build for these sources, Python and torch, or None.
 
-        The architectures are those of this builder or, if a CUDA context exists, of the node's cards: creating a
-        context here would break forked workers.
+        Uses this builder's architectures or, if a CUDA context exists, the node's: creating a context here would break
+        forked workers.
         """
         cards = self._architectures
         if cards is None:

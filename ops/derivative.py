@@ -1,4 +1,4 @@
-"""Definition of operators, and the autograd formula that the LoRA operators of all storage formats share.
+"""Define operators, and the autograd formula that the LoRA operators of all storage formats share.
 
 NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and the frozen weights, and returns the outputs and h.
 NAME_backward takes the same arguments without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`.
@@ -26,7 +26,7 @@ def define(
 ) -> Any:
     """Define zerolora::NAME by the schema `NAME(...) -> ...` with its plain-torch implementation, and return it.
 
-    `fake` computes the shapes of the results. Only an implementation for CPUs alone enters REFERENCE.
+    `fake` computes the shapes of the results. Only CPU-only implementations are added to REFERENCE.
     """
     name, _, signature = schema.partition("(")
     tags = (torch.Tag.pt2_compliant_tag,) if fake is not None else ()

@@ -36,7 +36,7 @@ class EightBitWeight:
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch `quantize_rows` of the concatenated parts [T, O_i], each times its factors [O_i] if given."""
+    """Quantize the rows of the concatenated parts [T, O_i], each times its factors [O_i] if given, in plain torch."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]
@@ -46,12 +46,12 @@ def reference_quantize_rows(
 def reference_product(
     q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True
 ) -> Tensor:
-    """Plain-torch `eight_bit_product`: y[T,N] = scale (q right[N,K]^T) column_scale in bf16; `fast` is for GPUs."""
+    """Compute y[T,N] = scale (q right[N,K]^T) column_scale in bf16, in plain torch; `fast` only affects GPUs."""
     return reference.eight_bit_product(q, scale, right.t(), column_scale).to(torch.bfloat16)
 
 
 def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Plain-torch `eight_bit_linear`: y[..., O] = t (x_q W_q^T) v + bias."""
+    """Compute y[..., O] = t (x_q W_q^T) v + bias in plain torch."""
     check_weights(x, [weight], [row_scale])
     q, scale = reference_quantize_rows([x], [], weight.dtype)
     y = reference.eight_bit_product(q, scale, weight.t(), row_scale)
@@ -62,7 +62,7 @@ def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor 
 def reference_linear_backward(
     grads: Sequence[Tensor], weights: Sequence[Tensor], row_scales: Sequence[Tensor]
 ) -> Tensor:
-    """Plain-torch `eight_bit_linear_backward`: dX[..., I] = u (g_q W_q), summed over the group."""
+    """Compute dX[..., I] = u (g_q W_q), summed over the group, in plain torch."""
     q, scale = reference_quantize_rows(grads, row_scales, weights[0].dtype)
     grad_x = reference.eight_bit_product(q, scale, torch.cat(list(weights)), None)
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])

@@ -62,9 +62,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 @contextmanager
 def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """Save `recompute` instead of `result` in every operation within the context that saves `result` for its backward.
+    """Make operations in the context save `recompute` where they would save `result` for their backward.
 
-    `recompute()` must return the same values, in any shape with as many elements, from tensors that are saved anyway.
+    `recompute()` must return the same values, in any shape, from tensors that are saved anyway.
     """
     address, elements, dtype = result.untyped_storage()._cdata, result.numel(), result.dtype
 
@@ -99,7 +99,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
 
 
 def reference_rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Plain-torch `rms_norm_forward`: y [..., D] and rstd [T]."""
+    """Compute y [..., D] and rstd [T] of `rms_norm` in plain torch."""
     _check_norm(x, weight)
     rstd = torch.rsqrt(_upcast(x).square().mean(-1) + eps).reshape(-1)
     return plain_rms_norm(x, weight, eps, offset).contiguous(), rstd
@@ -228,7 +228,7 @@ define(
 )  # fmt: skip
 
 
-# Derivatives for devices other than CUDA, for which ops/csrc/elementwise/elementwise.cpp registers its own.
+# Derivatives for devices other than CUDA; ops/csrc/elementwise/elementwise.cpp registers those for CUDA.
 def _save_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.save_for_backward(x, weight, output[1])

@@ -7,12 +7,12 @@ I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E
       h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u's gate) u's up
       h_d  = s_d (m*a) A_d^T         o = a down^T + bias + h_d B_d^T            y_t += w o
 
-The gradient of w needs no o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is
-a.g + dy.bias, and that of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d
-and the order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights have no gradient.
+The gradient of w needs no o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is a.g + dy.bias,
+and the gradient of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and the
+order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights have no gradient.
 
 Rows are sorted on the device and the counts stay there: no shape depends on the routing, and the host never waits.
-The dropout mask of gate_up is that of a matrix [N,H] with row index t K + k, that of down one of [N,I] with another
+The dropout mask of gate_up is drawn for a matrix [N,H] with row index t K + k, the mask of down for [N,I] with another
 seed.
 """
 
@@ -123,7 +123,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """LoRA factors; both are None for a matrix without an adapter. B_gu has its rows in the order of gate_up's."""
+    """LoRA factors; both are None for a matrix without an adapter. B_gu has its rows in gate_up's order."""
 
     gate_up_down: Tensor | None = None  # A_gu [E, R, H]
     gate_up_up: Tensor | None = None  # B_gu [E, 2I, R]

@@ -1,4 +1,4 @@
-"""The experts' operator on CUDA cards: our kernels around torch's grouped products.
+"""The experts' operator on CUDA GPUs: our kernels around torch's grouped products.
 
 Symbols and formulas: ops/experts.py. The host never waits if torch's grouped product has a kernel (bf16 on 9.0 and
 10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert and reads the counts from the device.
@@ -41,7 +41,7 @@ for _schema in (
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
 USE_PRODUCT_KERNEL = True
-"""Whether Hopper multiplies by our kernel with an adapter; without one torch's product is as fast."""
+"""Whether Hopper uses our product kernel with an adapter; without one, torch's product is as fast."""
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -82,7 +82,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 
 def _fusable(p: Tensor | None) -> Tensor | None:
-    """Return P if its rank is low enough to fuse the projection into the previous kernel: ranks need registers."""
+    """Return P if its rank needs few enough registers to fuse the projection into the previous kernel."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
@@ -170,7 +170,7 @@ def backward(  # type: ignore[no-untyped-def]
     g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
-        # Gradients per token take 1/8 of the memory of those per row and fit the L2 cache.
+        # Per-token gradients take 1/8 of the memory of per-row ones and fit the L2 cache.
         grad_b = _factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
     p_gu = _swap_dims(call.b_gu)

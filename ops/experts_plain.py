@@ -105,7 +105,7 @@ def _pad_rank(h: Tensor, rank: int) -> Tensor:
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> tuple[Tensor, ...]:
-    """Plain-torch `experts_forward`: y, and u0, h_gu, h_d, order, ends for the backward."""
+    """Return y of `experts_forward` in plain torch, and u0, h_gu, h_d, order, ends for the backward."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = index.shape[1], index.numel()
     gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
@@ -149,7 +149,7 @@ def backward(  # type: ignore[no-untyped-def]
     grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
     numbers, seed, need_x, need_weights, need_factors
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """Plain-torch `experts_backward`; gradients that are not needed are empty."""
+    """Compute `experts_backward` in plain torch; gradients that are not needed are empty."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = weights.shape[1], weights.numel()
     gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)

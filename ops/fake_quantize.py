@@ -1,8 +1,8 @@
 """Adapted linear layer for quantization-aware training: the merged weight is rounded in every pass.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
-W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q
-rounds to integers times a scale.
+W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q rounds to integers times a
+scale.
 
     M  = W + s B A                                        (in 32 bits)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
@@ -52,7 +52,7 @@ def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quanti
 def _quantize_rows(
     weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield row blocks, the same in every pass, because the rounding of sums can depend on their shapes."""
+    """Yield quantized row blocks, the same in every pass, because the rounding of sums can depend on shapes."""
     count = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
     weight, up, down_RI = weight.detach(), up.detach(), down.detach().float()
     for begin in range(0, len(weight), count):
@@ -120,7 +120,7 @@ def fake_quantize_linear(
 ) -> Tensor:
     """Compute y[..., O] = x Q(W + s B A)^T + bias + s ((m - 1)*x) A^T B^T for x[..., I] in the type of W.
 
-    The mask comes from torch's CPU generator, so recomputation draws it again. Differentiable in x, bias, A and B.
+    The mask's seed is drawn on the CPU, so recomputation repeats the mask. Differentiable in x, bias, A and B.
     Raises ValueError in the backward pass if W itself needs a gradient.
     """
     seed = int(torch.randint(0, 2**62, (), device="cpu")) if dropout else 0

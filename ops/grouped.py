@@ -94,7 +94,7 @@ def grouped_linear(x: Tensor, packed: Tensor, layout: GroupedLayout, bias: Tenso
 
 
 def grouped_group(x: Tensor, weights: Sequence[tuple[Tensor, GroupedLayout]], *adapters: Any) -> list[Tensor]:
-    """Compute `lora.lora_group`, with its other arguments, for packed and gathered weights, each with its layout."""
+    """Compute `lora.lora_group` for packed, gathered weights with their layouts; `adapters` are its other arguments."""
     packed, layouts = zip(*weights, strict=True)
     numbers = [number for layout in layouts for number in layout]
     return _GROUP(x, (packed, numbers), [layout.rows for layout in layouts], *adapters)

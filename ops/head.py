@@ -145,9 +145,9 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the MEASURES of every token in nats, fp32 [5, K]; those of the base are 0 without `base_hidden` [K, H].
+    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], those of the base are 0.
 
-    The other arguments are those of `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
+    The other arguments are as in `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
     recomputes the logits chunk by chunk.
     """
@@ -235,7 +235,7 @@ def _compute_losses(
 ) -> Tensor:
     """Return the weighted loss of every token [K], and accumulate the gradients in `head`.
 
-    `row_weights` [K] weight the tokens in the gradient of the trained rows only.
+    `row_weights` [K] apply only to the gradient of the trained rows.
     """
     tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
@@ -254,7 +254,7 @@ class _Head:
     """The head in one pass over the chunks, and the gradients accumulated over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """Allocate the gradients of the hidden states `like` and the trained rows; None computes no gradient."""
+        """Allocate gradients of the trained rows and of hidden states shaped like `like`; none if it is None."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None
@@ -271,7 +271,7 @@ class _Head:
     def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, row_weights: Tensor | None = None) -> None:
         """Accumulate the gradients of a chunk; `grad_CV`, the gradient of its logits, is overwritten.
 
-        `row_weights` [K] weight the tokens in the gradient of the trained rows, but not in that of the hidden states.
+        `row_weights` [K] apply to the gradient of the trained rows, but not to the gradient of the hidden states.
         """
         if self.grad_hidden is None:
             return
@@ -369,7 +369,7 @@ def _compute_chunk(
     """Write the rows' weighted losses; unless `scale` is None, overwrite the logits with their scaled gradient."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
-        from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
+        from ops.head_kernel import cross_entropy_rows  # only torch's CUDA builds include triton
 
         cross_entropy_rows(logits_CV, targets, losses, scale)
     else:
@@ -411,7 +411,7 @@ def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tenso
 
 
 def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    from ops.head_kernel import divergence_rows  # triton comes with torch's CUDA builds only
+    from ops.head_kernel import divergence_rows  # only torch's CUDA builds include triton
 
     divergence_rows(logits_CV, base_CV, divergences, scale)
 
@@ -429,7 +429,7 @@ def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None
 
 
 def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
-    from ops.head_kernel import cross_entropy_rows, divergence_rows  # triton comes with torch's CUDA builds only
+    from ops.head_kernel import cross_entropy_rows, divergence_rows  # only torch's CUDA builds include triton
 
     cross_entropy_rows(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
     if base_CV is not None:

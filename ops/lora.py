@@ -103,7 +103,7 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """Plain-torch `lora_project`: h of the whole group concatenated, each projection in `padded_rank(R)` columns."""
+    """Compute the group's concatenated h in plain torch, each projection in `padded_rank(R)` columns."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
     mask = draw_mask(x, p, seed)
@@ -129,7 +129,7 @@ def add_adapters(
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(x.dtype).to(y_TO.dtype).t()
         if biases:
             y_TO = y_TO + biases[i].to(y_TO.dtype)
-        # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
+        # Hide the view from autograd, which forbids Falcon's in-place changes of views among several outputs.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
         begin += padded_rank(up.shape[1])
     return ys
@@ -154,7 +154,7 @@ def adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and of all B, and add that of x to `grad_x` [T, I]; weights of None add nothing."""
+    """Return the gradients of all A and all B, and add x's to `grad_x` [T, I]; a weight of None adds nothing."""
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]

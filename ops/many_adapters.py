@@ -1,4 +1,4 @@
-"""Several adapters on the output of a frozen product: each has some of the tokens, which are sorted by adapter.
+"""Add several adapters to the output of a frozen product; each has some of the tokens, which are sorted by adapter.
 
 Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the products of a bundle are batched. Formulas as
 in ops/reference.py, for each adapter on its rows. No product reads the rows of two adapters, so a NaN in one of them
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""(bundle, gradient of h, A) for each product that the gradient of x still lacks."""
+"""(bundle, gradient of h, A) of products not yet added to the gradient of x."""
 
 
 @dataclass(frozen=True)
 class Bundle:
     """`count` adapters with adjacent rows [start, end) of the flattened tokens; they differ only in their factors.
 
-    Each has the same number of tokens, the same `layers` and their `scales`. With dropout, a bundle has one adapter.
+    Each has the same number of tokens, the same `layers` and `scales`. With dropout, a bundle has one adapter.
     """
 
     start: int
@@ -60,7 +60,7 @@ class Bundle:
 def enter(x: Tensor) -> tuple[Tensor, Pending]:
     """Return x for the frozen products, and a list to pass to `add_adapters` together with their outputs.
 
-    The adapters' gradient is added in place to that of the frozen products, which saves a buffer and a sum.
+    The adapters' gradient is added in place to the frozen products' gradient, which saves a buffer and a sum.
     """
     pending: Pending = []
     return _Enter.apply(x, pending), pending
@@ -74,10 +74,10 @@ def add_adapters(
     ups: Sequence[Tensor],
     pending: Pending,
 ) -> list[Tensor]:
-    """Return y_l + s (m*x) A^T B^T for the layers l that read x, in place; `downs` and `ups` follow bundles and layers.
+    """Add s (m*x) A^T B^T in place to y_l of the layers l that read x, and return all y_l.
 
-    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]. The layers of a bundle share its dropout mask m, which
-    starts at the bundle's first row.
+    x[..., I], y_l[..., O_l]; A[P, R, I], B[P, O_l, R]; `downs` and `ups` are ordered by bundle, then by layer. The
+    layers of a bundle share its dropout mask m; its first row is for the bundle's first token.
     """
     return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
 
@@ -102,7 +102,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _AddAdapters(torch.autograd.Function):
-    """Saves x, the factors and h of each layer and bundle, nothing of size T x O, and no mask."""
+    """Saves x, the factors and h of each layer and bundle, but nothing of size T x O and no mask."""
 
     @staticmethod
     def forward(

@@ -29,7 +29,7 @@ class Nf4Weight:
     nested_block: int
 
     def layout(self) -> tuple[int, int, int]:
-        """Return what must be equal for all weights of a call: block sizes and the length of the state."""
+        """Return the properties that all weights of a call must share: block sizes and length of the state."""
         return self.block, self.nested_block, len(self.state)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Builds of the CUDA operators in folders: in this package, in folders that users share, and in torch's cache.
+"""Find and install builds of the CUDA operators: in this package, in shared folders, and in torch's cache.
 
-`Build` is the key. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. With ZEROLORA_OPS=DIR[:DIR...] in
-the environment a run uses a matching build instead of compiling, even without nvcc.
+`Build` identifies one. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. With ZEROLORA_OPS=DIR[:DIR...]
+in the environment a run uses a matching build instead of compiling, even without nvcc.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ class Build:
     cuda: str
     """CUDA version of torch."""
     python: str
-    """Version and machine, "3.11-x86_64"."""
+    """Version and machine type: "3.11-x86_64"."""
     toolkit: str
     """Version of nvcc."""
     architectures: tuple[str, ...]
-    """nvcc's names, "90a"."""
+    """nvcc's names: "90a"."""
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ def temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def build_lock(path: Path) -> AbstractContextManager[object]:
-    """Acquire the lock of a build, which its context or the end of the process releases; wait for other processes."""
+    """Wait for and acquire the lock of a build, which the end of the context or of the process releases."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -1,4 +1,4 @@
-"""The passes of the LoRA kernels as operators of their own, and the backward of one adapter without its frozen weight.
+"""The passes of the LoRA kernels as separate operators, and the backward of one adapter without its frozen weight.
 
 Legend: T tokens (leading dimensions), I in, O out, R rank; the backward recomputes h = s x A^T.
 """
@@ -23,7 +23,7 @@ def reference_adapter_backward_(
     grad_up: Tensor,
     accumulate: bool,
 ) -> None:
-    """Plain-torch `adapter_backward_`: add each gradient to its target, or overwrite it."""
+    """Add each gradient to its target or overwrite it (`adapter_backward_` in plain torch)."""
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
     h_TR = scale * (x_TI @ down_RI.t())
@@ -65,7 +65,7 @@ def reference_frozen_product(
 ) -> Tensor:
     """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K].
 
-    `forced` selects our kernel on a GPU, which otherwise chooses as the operators do.
+    With `forced`, a GPU uses our kernel; otherwise it chooses as the operators do.
     """
     y = h @ q.t()
     if bits is not None:

@@ -26,7 +26,7 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = key & _MASK_32, (key >> 32) & _MASK_32
     for _ in range(PHILOX_ROUNDS):
-        # A 64-bit product wraps in int64, but its bits are those of the unsigned one.
+        # A 64-bit product wraps in int64, but its bits equal the unsigned product's.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((product1 >> 32) & _MASK_32) ^ c1 ^ k0, product1 & _MASK_32
         c2, c3 = ((product0 >> 32) & _MASK_32) ^ c3 ^ k1, product0 & _MASK_32
@@ -35,7 +35,7 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
 
 
 def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to that of the kernels for the same int64 seed.
+    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to the kernels' mask for the same int64 seed.
 
     One Philox call per 8 adjacent elements of a row, 15 bits each; numbers below round(32768 p) drop their element.
     """
@@ -224,7 +224,7 @@ def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
 
 
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    """Compute f(gate) up for f silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
+    """Compute f(gate) up with f = silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
     if kind == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -3,11 +3,11 @@
 Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
 float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
 
-This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), which have no 8-bit
-product here, and for every stored 8-bit base with exact products. A dequantized weight's memory returns to torch's
-allocator when its product is queued, and the next one reuses it. The backward saves the 8-bit Parameter itself
-and its scales, so ZeRO-3 may free and gather it in between. On every device the products are those of
-`zerolora::lora_forward`.
+This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
+8-bit product here, and for any 8-bit base if exact products are requested. A dequantized weight's memory returns to
+torch's allocator when its product is queued, and the next one reuses it. The backward saves the 8-bit Parameter itself
+and its scales, so ZeRO-3 may free and gather it in between. Products are computed as in
+`zerolora::lora_forward` on every device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stored = [each.data for each in ctx.saved_tensors]  # read only once: checkpoints refuse a second time
+        stored = [each.data for each in ctx.saved_tensors]  # read only once: checkpoints refuse a second read
         none = (None,) * len(stored)
         if not ctx.needs_input_grad[0]:
             return None, None, *none

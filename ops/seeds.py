@@ -21,7 +21,7 @@ class Seeds:
         return _draw_by(self._draw_and_record)
 
     def replay(self) -> AbstractContextManager[None]:
-        """Return the recorded seeds in order to the draws within the context, on this thread."""
+        """Replay the recorded seeds, in order, for draws within the context, on this thread."""
         recorded = iter(self._drawn)
         return _draw_by(lambda _, __: next(recorded))
 

@@ -58,12 +58,12 @@ def architecture_name(capability: tuple[int, int]) -> str:
 
 
 def all_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Return the architectures of a build ahead of time with this toolkit (12.0 or newer)."""
+    """Return the architectures of an ahead-of-time build with this toolkit (12.0 or newer)."""
     return [*(["70"] if toolkit[0] == 12 else []), *COMMON_ARCHITECTURES, *(["120"] if toolkit >= (12, 8) else [])]
 
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:
-    """Return the flag that tells a PTX-only build its capability, which its code cannot query."""
+    """Return the flag that sets a PTX-only build's capability, which its code cannot query."""
     ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 

@@ -1,4 +1,4 @@
-"""A working folder with files named like zerolora's packages and libraries, which report if one is run."""
+"""A working directory with files named like zerolora's packages and libraries, which report if one is run."""
 
 from pathlib import Path
 

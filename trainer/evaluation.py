@@ -29,16 +29,16 @@ class Evaluation:
         scored: bool = False,
         best: str = "loss",
     ) -> None:
-        """`scored`: whether the task has scores; `best` is `training.best_metric`."""
+        """Set up evaluations: `scored` is whether the task has scores, `best` is `training.best_metric`."""
         self.has_data, self.is_defined, self._best = held_out, held_out or scored, best
         self.sign = 1.0
-        """-1 if higher is better for the best metric."""
+        """-1 if higher values of the best metric are better."""
         self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
         """Return the best metric, negated if higher is better, and all metrics; every rank must call it.
 
-        The `first` evaluation also has the scores of the base.
+        The `first` evaluation also measures the base's scores.
         """
         values: dict[str, float] = {}
         with averaged_weights(self._engine):
@@ -75,7 +75,7 @@ class Evaluation:
         return self.mean_loss(self._task.evaluation())
 
     def mean_loss(self, batches: Iterable[Any]) -> float:
-        """Return the mean loss of a target in nats; every rank must call it."""
+        """Return the mean loss per target in nats; every rank must call it."""
         return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:

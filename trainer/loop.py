@@ -44,9 +44,9 @@ class Loop:
         checkpoints: CheckpointManager | None,
         counted: Sequence[str],
     ) -> None:
-        """`evaluate` returns the value by which evaluations are compared (lower is better), and all metrics.
+        """Prepare the loop; `evaluate` returns the value to compare (lower is better), and all metrics.
 
-        `counted` is that of `Task`. Only rank 0 has a `reporter`; without `checkpoints` none are saved.
+        `counted` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
@@ -58,7 +58,7 @@ class Loop:
         """Whether `training.early_stopping` ended the run."""
         self.latest: StepResult | None = None
         """Result of the last finished step."""
-        # The number of the step, the step, and metrics known at its launch.
+        # The step's number, the step, and metrics known at its launch.
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._previous: StepInFlight | None = None
         self._started = 0.0
@@ -67,8 +67,8 @@ class Loop:
     def run(self) -> None:
         """Train until all steps are done, a signal arrives, or early stopping; then save.
 
-        Raises UserError, after saving, for unusable data, which all ranks find in the same step. On a GPU the numbers
-        of a step are read during the next one, so that the GPU never waits for the host.
+        Raises UserError, after saving, for unusable data, which all ranks detect in the same step. On a GPU a step's
+        numbers are read during the next step, so that the GPU never waits for the host.
         """
         self._stop_request.training = True
         self._context.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
@@ -89,7 +89,7 @@ class Loop:
 
     @property
     def continues(self) -> bool:
-        """Whether there is a step left to train, and no signal has arrived."""
+        """Whether steps are left and no signal has arrived."""
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
@@ -111,8 +111,8 @@ class Loop:
         self._save(at_the_end=True)
 
     def save_and_raise(self, error: UserError) -> NoReturn:
-        """Save, and raise the error of unusable data with the way to resume."""
-        # If one rank runs out of memory, the others are within the step and cannot save.
+        """Save, and raise the error for unusable data with instructions to resume."""
+        # If one rank runs out of memory, the others are inside the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
         self._settle()
@@ -128,7 +128,7 @@ class Loop:
         self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
-        """Start the clock and run the hooks before the launch of the next step."""
+        """Start the clock and run the hooks before the next step is launched."""
         if self._previous is None:
             self._started = time.perf_counter()
         PROGRESS.at_step(self.position.step + 1)
@@ -136,7 +136,7 @@ class Loop:
             hook.before_step(self.position.step + 1)
 
     def follow(self, launched: StepInFlight, consumed: int) -> None:
-        """Advance the position by a launched step, which used `consumed` samples of all ranks."""
+        """Advance the position by a launched step, which used `consumed` samples over all ranks."""
         context, position = self._context, self.position
         for hook in self._hooks:
             hook.after_launch(position.step + 1)
@@ -151,7 +151,7 @@ class Loop:
             self._settle()
 
     def _launch(self) -> tuple[StepInFlight, int]:
-        """Fetch the data of the next step and launch it; also return the number of samples that all ranks used."""
+        """Fetch the data of the next step and launch it; also return the number of samples used over all ranks."""
         context, position = self._context, self.position
         batches, consumed = self.fetch()
         launched = train_step(
@@ -166,7 +166,7 @@ class Loop:
         return launched, consumed
 
     def fetch(self) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches of the next step, and the number of samples that all ranks use."""
+        """Return this rank's micro-batches of the next step, and the number of samples used over all ranks."""
         context, position = self._context, self.position
         with phase("data"), context.own_time(on_device=False):
             batches, consumed = context.batches.step_batches(position.epoch, position.offset)
@@ -182,12 +182,12 @@ class Loop:
             self._checkpoints.make_updates_wait()
 
     def wants_save(self) -> bool:
-        """Return whether `save_minutes` have passed on rank 0; other ranks get this with the step's result."""
+        """Return whether `save_minutes` have passed on rank 0; other ranks learn it from the step's result."""
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _settle(self) -> None:
-        """Wait for the step in flight, if any, and report it; called before the next update or when it is needed."""
+        """Wait for the step in flight, if any, and report it; called before the next update, or earlier if needed."""
         if self._in_flight is None:
             return
         (step, launched, metrics), self._in_flight = self._in_flight, None
@@ -208,18 +208,18 @@ class Loop:
         self._report(step, result, metrics, seconds)
 
     def _pause(self) -> None:
-        """Wait for the step in flight, and exclude the time until the next step from the duration of that step."""
+        """Wait for the step in flight, and exclude the time until the next step from the next step's duration."""
         self._settle()
         self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """Raise FloatingPointError if a step was not finite and the run must stop; the step changed no weight."""
+        """Raise FloatingPointError if a step was not finite and the run must stop; the step has changed no weight."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
             return
         position.nonfinite_steps += 1
-        # fp16 finds its loss scale by trial, with a few skipped steps at the start.
+        # fp16 finds its loss scale by trial, skipping a few steps at the start.
         searching = self._context.engine.fp16_enabled() and not result.applied
         patience = MAX_CONSECUTIVE_NONFINITE * 2 if searching else MAX_CONSECUTIVE_NONFINITE
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
@@ -239,7 +239,7 @@ class Loop:
         context, position, counted = self._context, self.position, self._counted
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
-        # All ranks must call these, since some sum over ranks.
+        # All ranks must call these, since some of them sum over ranks.
         measured = [hook.after_step(finished) for hook in self._hooks]
         measured += [context.loss.values()] if is_logged else []
         if self._reporter is None:
@@ -288,7 +288,7 @@ class Loop:
     def _save(self, *, at_the_end: bool = False) -> None:
         """Save a checkpoint; at the end, wait until it is written. A full disk does not stop training.
 
-        The copy is launched before waiting for the step's result, when the device would otherwise be idle.
+        The copies are launched before waiting for the step's result; otherwise the device would be idle meanwhile.
         """
         self._save_requested = False
         if self._checkpoints is None:
@@ -318,8 +318,8 @@ class Loop:
 def exclude_from_garbage_collection() -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the block.
 
-    Traversing half a million objects of model and libraries would delay a rank by tenths of a second in some steps,
-    while the others wait.
+    Traversing half a million objects of the model and libraries would delay one rank by tenths of a second in some
+    steps, while the others wait.
     """
     gc.collect()
     gc.freeze()

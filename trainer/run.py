@@ -39,7 +39,7 @@ LONG_LOAD_S = 3.0
 
 
 class Run:
-    """A training run on one rank; attributes without a value are listed in the order in which they are set."""
+    """A training run on one rank; attributes without a value are listed in the order in which they are assigned."""
 
     has_checkpoints = True
     build_evaluation: Callable[..., Evaluation] = Evaluation
@@ -64,7 +64,7 @@ class Run:
     loop: Loop
     evaluation: Evaluation
     resident: int
-    """Bytes on the GPU after the engine has started, which stay there for the whole run."""
+    """Bytes on the GPU once the engine has started, which remain there for the whole run."""
     peak: int
     """Peak bytes over all ranks."""
 
@@ -79,7 +79,7 @@ class Run:
         *,
         verbose: bool = True,
     ) -> None:
-        """Rank 0 passes the `lock` of the run's folder.
+        """Prepare the run; on rank 0, `lock` is the lock of the run's folder.
 
         Without `verbose` the console shows only the most important lines before the first step.
         """
@@ -128,9 +128,9 @@ class Run:
         self.loop = self._build_loop(engine, position)
 
     def end(self, *, stopped: bool) -> None:
-        """Evaluate and save the result of the loop, unless a signal stopped it, which must be equal on all ranks."""
+        """Evaluate and save the result, unless a signal stopped the loop (`stopped`, the same on all ranks)."""
         engine, position, self._stopped = self._engine, self.position, stopped
-        self.say.is_starting = False  # also of a run that had no step left
+        self.say.is_starting = False  # also for a run without remaining steps
         after = None
         if not stopped:
             if self.loop.stopped_early:
@@ -178,7 +178,7 @@ class Run:
 
     @phase("restore")
     def _restore(self, engine: Engine) -> Position:
-        """Create batches and schedule, and return the position; all are restored if there is a checkpoint."""
+        """Create batches and schedule, and return the position, all restored from the checkpoint if there is one."""
         self.batches = self.task.batches()
         self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
@@ -271,7 +271,7 @@ class Run:
         return skipped_records(self.prepared, self.batches) if skips else {}
 
     def close(self) -> None:
-        """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""
+        """Close the metrics of a failed run, after waiting briefly for a checkpoint that is being written."""
         if hasattr(self, "checkpoints"):
             self.checkpoints.wait_for_save(FINISH_SAVE_S)
             if self.folder.metrics is not None:

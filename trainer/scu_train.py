@@ -1,4 +1,4 @@
-"""The program of a rank with the flags of `zerolora scu-train`, for other launchers.
+"""The program that a rank runs with the flags of `zerolora scu-train`, for other launchers.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """
@@ -20,7 +20,7 @@ from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train with the SCU; the exit codes are those of trainer/train.py."""
+    """Train with the SCU; return the same exit codes as trainer/train.py."""
     begin()
     arguments = sys.argv[1:] if argv is None else argv
     rank = local_rank = 0

@@ -1,4 +1,4 @@
-"""An optimizer step: the globally token-weighted loss of its micro-batches, its gradient and the update.
+"""An optimizer step: the globally token-weighted loss of its micro-batches, the gradient and the update.
 
 The loss of a step is the weighted sum of the token losses over all ranks and micro-steps divided by N, the sum of the
 weights over all ranks and micro-steps (the number of target tokens if all are 1), so that neither padding nor the split
@@ -25,7 +25,7 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-NONFINITE = 2**20  # more than any number of ranks, so that one sum encodes their count and the rank if it is only one
+NONFINITE = 2**20  # exceeds any number of ranks, so that one sum encodes how many ranks, and which one if only one
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The mean loss of a target in nats."""
+        """The mean loss per target in nats."""
         return self.loss_sum / (self.target_weight or 1.0)
 
 
@@ -74,7 +74,7 @@ class StepContext:
     steering: Steering | None = None
     """Adds its penalty, in nats per token, once per step."""
     stragglers: StragglerWatch | None = None
-    """Measures this rank's own time; None on a single rank."""
+    """Measures this rank's own time; None with a single rank."""
 
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
         """Count the block as this rank's own time."""
@@ -87,8 +87,8 @@ class StepInFlight:
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, a vector in fp64 on the device.
 
-        They are: weight of the targets, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum
-        of `NONFINITE` + rank over ranks with a non-finite loss, and the same for this rank only.
+        They are: target weight, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum of
+        `NONFINITE` + rank over ranks with a non-finite loss, and the same for this rank only.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -116,7 +116,7 @@ class StepInFlight:
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
-        """Return the seconds between the ends of an earlier step and of this one; both must be finished."""
+        """Return the seconds from the end of an earlier step to the end of this one; both must be finished."""
         if self._ended is None or earlier._ended is None:
             return self.launched_at - earlier.launched_at
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
@@ -134,12 +134,12 @@ def train_step(
 ) -> StepInFlight:
     """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `stop` and `save` ask for a stop or a checkpoint after the step; the result has whether any rank does.
+    `stop` and `save` request a stop or checkpoint after the step; the result says whether any rank does.
     `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
     """
     engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
     counts = _global_counts(batches, stop, save, ranks, device)
-    # Undoes the engine's division by accumulation steps and ranks; on the device if there are several ranks.
+    # Undoes the engine's division by accumulation steps and ranks; a device tensor if there are several ranks.
     scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
@@ -161,7 +161,7 @@ def train_step(
     grad_norm = torch.as_tensor(norm).double()
     if grad_norm.device != device:
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))
-    # DeepSpeed counts the steps it skips; if the optimizer skips a step, the norm is not finite.
+    # DeepSpeed counts the steps that it skips; if the optimizer skips a step, the norm is not finite.
     applied = torch.isfinite(grad_norm) & (engine.skipped_steps == skipped_before)
     if steering is not None:
         steering.observe(step, sums[0], counts[0], sums[1], applied)
@@ -180,7 +180,7 @@ def _micro_step(
 ) -> None:
     """Run forward and backward pass of a micro-batch, and add its loss to `sums`.
 
-    `steering_at` is the step in its last micro-batch, to which the penalty is added.
+    `steering_at` is the step number in the step's last micro-batch, to which the penalty is added, otherwise None.
     """
     with context.own_time():
         loss_local = context.loss(context.engine, batch, context.engine.device)
@@ -197,7 +197,7 @@ def _micro_step(
 def _global_counts(
     batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return weight of the targets, targets, tokens, stops, saves summed over all ranks, in fp64 [5] on the device."""
+    """Return target weight, target tokens, tokens, stops and saves summed over ranks, in fp64 [5] on the device."""
     weight = sum(batch.target_weight for batch in batches)
     targets = sum(batch.target_count for batch in batches)
     tokens = sum(batch.tokens for batch in batches)
@@ -208,8 +208,8 @@ def _global_counts(
 def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
     """Clip gradients and skip non-finite ones at stage 0 in 32 bits, where DeepSpeed does not wrap the optimizer.
 
-    Returns the norm, or None for other engines. torch's AdamW ignores parameters without gradients, so dropping them
-    skips the step.
+    Returns the norm, or None for other engines. torch's AdamW ignores parameters without gradients, so dropping the
+    gradients skips the step.
     """
     if engine.optimizer is not engine.basic_optimizer:
         return None

@@ -1,4 +1,4 @@
-"""The program of a rank; trainer/entry/rank.py does the training.
+"""The program that a rank runs; trainer/entry/rank.py does the training.
 
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """

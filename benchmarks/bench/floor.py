@@ -8,7 +8,7 @@ norms        2 per layer: read and write forward; read x, dY and write dX backwa
 activation   SwiGLU: read 2, write 1 forward; read 3, write 2 backward; rotary: read and write q, k both ways
 adapter      X of every group of shared-input projections and dY of every layer read once
 head         logits and their gradient as products, and one pass over the logits
-experts      grouped products of K rows per token, sorted by expert, equally many for each expert; the gate as above
+experts      grouped products of K rows per token, sorted by expert, equal numbers for all; the gate as above
              for each row; "norms" includes the weighted sum and that of dX, "adapter" the sorted copies of x and dY,
              which its kernels make: K + 1 times H per token each
 

@@ -135,14 +135,14 @@ def set_data(t: Translation) -> None:
         t.put("dataset.streaming", True, "streaming", "pretraining_dataset")
     if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
         if len(held_out) > 1:
-            t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+            t.note_unsupported("test_datasets", f"only the first of {len(held_out)} is used")
         if t.get("val_set_size"):
             t.refuse("val_set_size", "test_datasets is given as well; remove one of them")
         t.put("dataset.evaluation", held_out[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
         t.drop("dataset.val_split")
-        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
+        t.note_unsupported("val_set_size", "a stream cannot be split; set dataset.evaluation")
     if streamed and not t.get("excess_length_strategy"):
         t.drop("dataset.too_long")
     set_chat_template(t)
@@ -175,7 +175,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:
-        t.leave_out(at, f"{', '.join(dropped)}: records are read as they are")
+        t.note_unsupported(at, f"{', '.join(dropped)}: records are read as they are")
     for key in ("train_on_eos", "train_on_eot"):
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
@@ -189,7 +189,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     ours |= {"fields": fields} if fields else {}
     known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
     for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
-        t.leave_out(at, f"{key} of a source: no counterpart here")
+        t.note_unsupported(at, f"{key} of a source: no counterpart here")
     settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
 
@@ -236,7 +236,7 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.leave_out(at, "field_system: system texts of records are not supported; put {its field} in template")
+        t.note_unsupported(at, "field_system: system texts of records are not supported; put {its field} in template")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
     fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}

@@ -83,7 +83,9 @@ def leave_out_unread(translation: Translation) -> None:
         if unused.name in translation.settings and not unused.need.replaces:
             names = translation.settings.pop(unused.name).names
             for name in names[:1]:  # there is none for a default
-                translation.leave_out(name, f"{unused.name} would have no effect, because {unused.need.reason(config)}")
+                translation.note_unsupported(
+                    name, f"{unused.name} would have no effect, because {unused.need.reason(config)}"
+                )
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:

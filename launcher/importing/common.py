@@ -161,7 +161,7 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
     if chosen and chosen[0] != "steps" and t.get_setting("dataset.streaming"):
         if name := next((name for name in names if t.get(name) is not None), None):
-            t.leave_out(name, f"the length of a stream is unknown; set training.{kind}_steps")
+            t.note_unsupported(name, f"the length of a stream is unknown; set training.{kind}_steps")
     elif chosen:
         ours = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
         t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]))
@@ -204,7 +204,7 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
         known = ("tensorboard", *TRACKERS)
         t.put("logging.report_to", [name for name in names if name in known] or "none", "report_to")
         if others := [name for name in names if name not in (*known, "none")]:
-            t.leave_out("report_to", f"{', '.join(others)}: only {', '.join(known)} are supported")
+            t.note_unsupported("report_to", f"{', '.join(others)}: only {', '.join(known)} are supported")
 
 
 def set_thinking(t: Translation) -> None:
@@ -313,7 +313,7 @@ def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | Non
             t.note(name, "with offloading, the optimizer is torch's AdamW with 32-bit state")
     if stage == 3 and "training.torch_compile" in t.settings:
         t.drop("training.torch_compile")
-        t.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")
+        t.note_unsupported("torch_compile", "stage 3's gathers break the graph at every layer")
     if parameters and stage == 3:
         t.put("zero.offload_parameters", True, name)
 

@@ -97,7 +97,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
         t.put_sources(sources, "dataset", "max_samples")
         if (held_out := split_names(t.get("eval_dataset"))) and info is not None:
             if len(held_out) > 1:
-                t.leave_out("eval_dataset", f"only the first of {len(held_out)} is used")
+                t.note_unsupported("eval_dataset", f"only the first of {len(held_out)} is used")
             t.put("dataset.evaluation", read_source(t, info, held_out[0], file, "eval_dataset"), "eval_dataset")
 
 

@@ -226,7 +226,7 @@ class Translation:
         """Add a remark about a difference."""
         self.different.append((name, text))
 
-    def leave_out(self, name: str, text: str) -> None:
+    def note_unsupported(self, name: str, text: str) -> None:
         """Add a remark about an unsupported key."""
         self.left_out.append((name, text))
 
@@ -272,7 +272,7 @@ class Translation:
         if key.refused:
             self.refuse(name, key.refused)
         elif key.left_out and not is_off(value) and value not in key.unless:
-            self.leave_out(name, f"{shown(value, 60)}: {key.left_out}")
+            self.note_unsupported(name, f"{shown(value, 60)}: {key.left_out}")
         elif key.values is not None and word not in key.values:
             if not is_off(value):
                 self.refuse(name, key.otherwise)
@@ -304,7 +304,7 @@ class Translation:
                 elif key not in used:
                     near = nearest(key, [name for name in table if name[-1] != "*"], 0.86)
                     why = f"did you mean {near}?" if near else "no counterpart here"
-                    self.leave_out(key, f"{shown(given, 60)}: {why}")
+                    self.note_unsupported(key, f"{shown(given, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
         """Report an error of our own checks, for the key that set the setting."""

@@ -164,7 +164,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     if "data_dir" in entry:
         t.report(f"{at}.data_dir", entry["data_dir"], "list its files in data_files")
     if "columns" in entry:
-        t.leave_out(at, "columns: fields are recognized by their names")
+        t.note_unsupported(at, "columns: fields are recognized by their names")
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}
 
 

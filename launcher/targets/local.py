@@ -23,7 +23,7 @@ from trainer.contract.whole_files import write_whole
 Output = int | IO[bytes] | None
 # DeepSpeed uses this hostfile, which some container images have, by default.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
-# Keeps `python -m`, with which DeepSpeed starts every rank, from importing from the working folder first.
+# Keeps `python -m`, with which DeepSpeed starts every rank, from importing from the working directory first.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # If inherited from an outer job, these would make every child process appear to be a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,7 +35,7 @@ EXPORTED_PREFIXES = (
 # GPU indices are those of the hostfile, and only this host reads the file of variables.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 # Never exported, because all users of a host can read command lines.
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET_WORDS", "PASSWORD")
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def exported_variables(env: Mapping[str, str]) -> dict[str, str]:
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
     """Write `file`, which DeepSpeed's launcher reads instead of ~/.deepspeed_env, with the variables of both.
 
-    PYTHONPATH is set because DeepSpeed's begins with the working folder. PATH begins with the folder of this Python and
-    the ninja that built the operators: another one would rebuild them, and without one ranks fail.
+    PYTHONPATH is set because DeepSpeed's begins with the working directory. PATH begins with the folder of this Python
+    and of the ninja that built the operators: another one would rebuild them, and without one ranks fail.
     """
     user_file = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]

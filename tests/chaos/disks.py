@@ -95,7 +95,7 @@ class FileServer:
         """It answers no more: whoever asks waits."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def is_job_start(self) -> None:
         """It answers what it was asked."""
         self._process.send_signal(signal.SIGCONT)
 

@@ -164,7 +164,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     assert code == 1, err
     first = err.splitlines()[0]
     assert first.startswith(
-        f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) sends no heartbeat"
+        f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) no longer sends heartbeats"
     ), err
     assert "the process is stopped (SIGSTOP, or a debugger)" in first
     assert "; rank 0 waits for it in" in first

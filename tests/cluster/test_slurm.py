@@ -218,7 +218,7 @@ def test_srun_alone_trains_in_a_shell_of_salloc(slurm: SlurmCluster, workplace: 
 def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
     slurm: SlurmCluster, workplace: Path, tmp_path: Path
 ) -> None:
-    """The working folder has files named like our modules, which srun's ranks must not import."""
+    """The working directory has files named like our modules, which srun's ranks must not import."""
     write_chats(tmp_path / "many.jsonl", 1300)
     mark = write_foreign_files(tmp_path)
     settings = [f"dataset.path={tmp_path}/many.jsonl", "dataset.streaming=true"]

@@ -63,5 +63,5 @@ def test_a_run_resumes_on_uneven_hosts(runs: tuple[Matrix, list[Any]]) -> None:
 
 
 def test_the_console_names_the_group(runs: tuple[Matrix, list[Any]]) -> None:
-    assert "layers over 2 ranks" in runs[0]["host"].console
-    assert "layers over 2 ranks" not in runs[0]["all"].console
+    assert "units over 2 ranks" in runs[0]["host"].console
+    assert "units over 2 ranks" not in runs[0]["all"].console

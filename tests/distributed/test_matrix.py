@@ -25,7 +25,7 @@ def test_losses_do_not_depend_on_stage_ranks_checkpointing_or_operators(matrix: 
     assert one_rank[-1] < matrix["untrained"].losses[-1] - LEARNED
     assert matrix[name].losses == pytest.approx(one_rank, abs=1e-5)
     # Of two layers: q, k, v and gate, up.
-    fused = "fused 14 of 14 adapted layers (reference: as configured), 10 of them grouped"
+    fused = "fused 14 of 14 adapted layers (reference: requested), 10 of them grouped"
     assert (fused in matrix[name].console) == (backend == "reference")
 
 

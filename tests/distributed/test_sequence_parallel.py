@@ -121,7 +121,7 @@ def compare(runs: Matrix, name: str, ranks: int) -> None:
     assert len(alone.losses) == 4
     trained = [value.abs().max() for key, value in alone.adapter().items() if "lora_B" in key]
     assert trained and min(trained) > 1e-4, "B begins at zero"
-    assert f"each is shared by {4 if ranks == 4 and name in BY_FOUR else 2} ranks" in shared.console
+    assert f"each is split over {4 if ranks == 4 and name in BY_FOUR else 2} ranks" in shared.console
     tolerance = 1e-5 if "fp8" in name else TOLERANCE  # roundings to 8 bits may flip
     for metric in METRICS:
         assert shared.records(metric) == pytest.approx(

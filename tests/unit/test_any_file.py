@@ -134,7 +134,7 @@ def damage(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @contextlib.contextmanager
 def run_with(folder: Path, name: str, content: bytes | None) -> Iterator[Path]:
-    """A run's folder in which one file holds something else, or is a folder for None; the working folder above it."""
+    """A run's folder in which one file holds something else, or is a folder for None; in the directory above it."""
     with contextlib.chdir(folder):
         run = Path("run")
         for file, value in JSON_FILES.items():

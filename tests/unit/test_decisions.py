@@ -80,10 +80,10 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
         ("llama", {"zero.stage": 3}, {"cuda_graphs": False}),
         ("llama", {}, {"mlp_tile": 0}),
         ("llama", {"dataset.max_length": 8192}, {"mlp_tile": 0}),
-        ("llama", {"dataset.max_length": 8192} | TILED, {"mlp_tile": 8192, "cuda_graphs": False}),
+        ("llama", {"dataset.max_length": 8192} | AGAIN, {"mlp_tile": 8192, "cuda_graphs": False}),
         ("llama", {"dataset.max_length": 8192, "parallel.sequence": 2} | TILED, {"mlp_tile": 0}),
         ("llama", {"dataset.max_length": 8192, "lora.dropout": 0.1} | TILED, {"mlp_tile": 0}),
-        ("llama", {"dataset.max_length": 8192} | AGAIN, {"mlp_tile": 0}),
+        ("llama", {"dataset.max_length": 8192} | AGAIN | {"training.tiled_mlp": False}, {"mlp_tile": 0}),
         ("llama", {"training.tiled_mlp": 512} | AGAIN, {"mlp_tile": 512}),
         ("llama", {"training.tiled_mlp": True, "zero.stage": 3} | AGAIN, {"mlp_tile": 8192}),
     ],
@@ -157,7 +157,7 @@ def test_an_unexpected_head_is_reported() -> None:
 
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
-    rules = {"why_not_flat", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
+    rules = {"find_flat_obstacle", "gathers_by_layer", "find_layer_gather_obstacle", "guards_on_device"}
     may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_settings.py"}
     callers = {
         path.name

@@ -1,4 +1,4 @@
-"""Files of the user's working folder are never imported, and a foreign package of the name of ours is one message."""
+"""Files of the user's working directory are never imported, and a foreign package with our name is one message."""
 
 import os
 import shlex
@@ -70,7 +70,7 @@ LAUNCHERS = {
 def test_no_rank_imports_a_file_of_the_working_folder(folder: Path, launcher: str) -> None:
     if "mpi" in launcher:
         needs_programs("mpirun")
-    # The bare deepspeed starts a module of its own, which imports torch, in the working folder.
+    # The bare deepspeed starts a module of its own, which imports torch, in the working directory.
     mark = write_foreign_files(folder, OURS) if launcher == "deepspeed" else write_foreign_files(folder)
     done = run([*LAUNCHERS[launcher].split(), "c.yaml"], folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_what_a_dry_run_prints_imports_none_either(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_started_as_a_module_imports_nothing_more(folder: Path) -> None:
-    """`torchrun -m` looks for trainer in the working folder, but for nothing that is imported after it."""
+    """`torchrun -m` looks for trainer in the working directory, but for nothing that is imported after it."""
     mark = write_foreign_files(folder, ("ops", "launcher", "datasets"))
     command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "trainer.train", "c.yaml"]
     done = run(command, folder)

@@ -109,7 +109,7 @@ def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(
 
 def test_secrets_do_not_travel_on_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"HF_HOME": "/shared", "HF_TOKEN": "hf_x", "WANDB_API_KEY": "k", "NCCL_DEBUG": "WARN", "SHELL": "/bin/sh"}
-    env["CUDA_VISIBLE_DEVICES"] = "0"
+    env |= {"CUDA_VISIBLE_DEVICES": "0", "HF_SECRET": "s", "NCCL_PASSWORD": "p"}
     assert exported_variables(env) == {"HF_HOME": "/shared", "NCCL_DEBUG": "WARN", "PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

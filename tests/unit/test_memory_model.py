@@ -306,7 +306,7 @@ def test_a_layer_of_llama_3_1_as_one_computes_it_by_hand() -> None:
 
 @pytest.mark.parametrize(("length", "measured"), [(65_536, 19.6), (131_072, 33.2)])
 def test_a_long_sequence_needs_the_measured_memory(length: int, measured: float) -> None:
-    """Llama-3.1-8B in NF4, r 16, recomputed with inputs in host memory: GiB on one H100."""
+    """Llama-3.1-8B in NF4, r 16, recomputed with inputs in host memory, MLPs not tiled: GiB on one H100."""
     shapes = shapes_of("random:llama3.1-8b", 16)
     on_gpu = {"attention": "flash", "elementwise": True, "on_gpu": True, "packed": True}
     recomputed = {"gradient_checkpointing": "non_reentrant", "offload_activations": True}

@@ -18,7 +18,7 @@ from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
 from trainer.data.prepared import Prepared
-from trainer.memory.advice import _combine_changes, describe_misfit, smaller_batch, suggest_changes
+from trainer.memory.advice import _combine_changes, describe_misfit, find_smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
@@ -270,7 +270,7 @@ def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: R
 def test_a_smaller_micro_batch_keeps_the_global_batch(
     batch: int, accumulation: int, most: int, result: tuple[int, int]
 ) -> None:
-    changes = smaller_batch(batch, accumulation, most)
+    changes = find_smaller_batch(batch, accumulation, most)
     assert (changes["training.batch_size"], changes["training.gradient_accumulation_steps"]) == result
     assert result[0] * result[1] == batch * accumulation
 

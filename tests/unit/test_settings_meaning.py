@@ -347,7 +347,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
         + b"".join(b"%c: &%c [%s]\n" % (i, i, b",".join([b"*%c" % (i - 1)] * 10)) for i in range(98, 108)),
         ("more than 100,000 values",),
     ),
-    "anchor in itself": (b"a: &a [*a]\n", ("line 1: an anchor within itself",)),
+    "anchor in itself": (b"a: &a [*a]\n", ("line 1: an alias refers to an anchor that contains it",)),
     "latin-1": (BASE.encode() + b"logging: {run_name: caf\xe9}\n", ("line 4: byte 0xe9 is not UTF-8", "in UTF-8")),
     "utf-16": (BASE.encode("utf-16"), ("is not UTF-8", "in UTF-8")),
     "binary": (b"\x00\x01\x02safetensors", ("line 1: character '\\x00' is not allowed", "is a YAML file")),

@@ -29,7 +29,7 @@ from trainer.memory.preflight import plan_memory
 from trainer.model.base import load_base_model
 from trainer.model.image_reader import FAMILIES, cache_features
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.packed_attention import VARLEN, set_varlen
+from trainer.patches.packed_attention import TOWER, VARLEN, set_varlen, use_flash_in_towers
 from trainer.patches.packing_probe import separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
@@ -153,6 +153,20 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         assert (batch.cu_seqlens is not None) == (attention == VARLEN) and batch.images
         losses[attention] = float(loss(model, batch, CPU).detach())
     assert losses[VARLEN] == pytest.approx(losses["sdpa"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "has_windows"), [("qwen2_5_vl", True), ("qwen3_vl", True), ("gemma3", False)])
+def test_only_towers_with_windows_get_flash_attention(
+    family: str, has_windows: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/gpu/test_packed_attention.py computes with it."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(run_config(root, family).base_model)
+    monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda *_: True)
+    use_flash_in_towers(model, CPU, torch.bfloat16)
+    assert model.config.vision_config._attn_implementation == (TOWER if has_windows else "sdpa")
+    assert model.config.get_text_config()._attn_implementation == model.config._attn_implementation == "sdpa"
 
 
 def test_parts_that_learn_from_images_need_images_in_the_data(root: Path, tmp_path: Path) -> None:
@@ -429,7 +443,7 @@ def test_the_estimate_counts_the_activations_of_the_tower(root: Path) -> None:
         planner = Planner.from_run(Machine.assume(1, "bf16"), config, prepare(config))
         assert 4 <= planner.lengths.images <= 8, "one or two images of four tokens"
         found[name] = replace(planner, lengths=replace(planner.lengths, images=images)).estimate(config)
-    assert found["none"].moment == "image tower" and "activations of the tower" not in found["cache"].terms
+    assert found["none"].moment == "vision tower" and "activations of the tower" not in found["cache"].terms
     # 28 x 28 pixels in patches of 14 are 4 patches, and 4 tokens; q, k, v, out and two layers of the MLP, in bf16.
     layer = 4 * (32 + 32) + 2 * (32 + 48)
     assert found["none"].terms["activations of the tower"] == 3 * images * 2 * layer

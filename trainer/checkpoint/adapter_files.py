@@ -86,7 +86,7 @@ class AdapterForm:
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
-        """Find the names by letting PEFT save the model with an index in place of each tensor.
+        """Find the names by having PEFT save the model with an index in place of each tensor.
 
         Takes tenths of a second. Raises UserError for tensors that plain PEFT could not load.
         """
@@ -113,7 +113,7 @@ class AdapterForm:
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def for_unchanged_base(self) -> "AdapterForm":
-        """Return the form of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.
+        """Return the form of an equivalent adapter for the unchanged base (PiSSA and OLoRA change the base).
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
         loads a second adapter into the model, which must not happen during training.
@@ -127,7 +127,7 @@ class AdapterForm:
 def stack_difference(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Stack trained and initial factors to the tensors of `AdapterForm.for_unchanged_base`."""
+    """Stack trained and initial factors into the tensors of `AdapterForm.for_unchanged_base`."""
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

@@ -26,7 +26,7 @@ class SaveFailed(UserError):
 
 
 class Save:
-    """The writing of a checkpoint on one rank."""
+    """A checkpoint that is being written on one rank."""
 
     def __init__(
         self, folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], ranks: Ranks
@@ -42,7 +42,7 @@ class Save:
     def finish(self) -> None:
         """Wait until the folder is published; a collective call.
 
-        Raises SaveFailed on all ranks if a disk was full, and other exceptions unchanged.
+        Raises SaveFailed on all ranks if a disk was full; other exceptions are raised unchanged.
         """
         self._written.wait()
         exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
@@ -72,7 +72,7 @@ class Save:
             self._written.set()
 
     def _wait_for_others(self) -> bool:
-        """Wait until every rank has written its files; return False if one failed."""
+        """Wait until every rank has written its files; return False if a rank failed."""
         while not self._all_have_written.is_set():
             if self._has_failed.is_set():
                 return False
@@ -92,7 +92,7 @@ def exchange_outcomes(
     ranks: Ranks,
     stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Exchange disk failures and exceptions; if any rank failed, `stop`, remove the folder and raise on all ranks."""
+    """Exchange disk failures and exceptions; if a rank failed, call `stop`, delete the folder, raise on all ranks."""
     error = f"{type(exception).__name__}: {exception}" if exception else ""
     outcomes: list[tuple[list[str], str]] = gather_objects((failures, error))
     full = [reason for reasons, _ in outcomes for reason in reasons]

@@ -1,7 +1,7 @@
 """Fingerprint the weights of a base model from headers, sizes and a sample of the bytes.
 
-Reads 64 KiB of every 16 MiB (64 MB of a 16 GB model), and files under 16 MiB completely. Changes between the samples
-that keep names, shapes and sizes go undetected.
+Reads 64 KiB of every 16 MiB (64 MB of a 16 GB model), and files under 16 MiB completely. Changes outside the samples
+go undetected if names, shapes and sizes stay the same.
 """
 
 import json
@@ -17,18 +17,18 @@ from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import INDEX, Index
 
 SAMPLE_BYTES, SAMPLE_INTERVAL = 1 << 16, 1 << 24
-# Settings that are rewritten whenever a model is saved, without effect on its results.
+# Settings that may change whenever a model is saved, but do not affect its results.
 VOLATILE = ("transformers_version", "_diffusers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 PIPELINE, SCHEDULER = "model_index.json", "scheduler"
 FROZEN_PARTS = (SCHEDULER, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 SAME_WEIGHTS = ("name", "weights", "commit")
-"""Keys of a fingerprint. The first one that two fingerprints share decides whether their weights are the same."""
+"""Keys of a fingerprint. The first key that two fingerprints share determines whether their weights are the same."""
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """Return the `name` of a random base, or the `commit` on the hub and hashes of `weights` and `config`.
+    """Return the `name` of a random base, or the hub `commit` and hashes of `weights` and `config`.
 
-    Also contains hashes of the frozen parts of an image pipeline and of Python files that loading would run, by name.
+    Also contains hashes, by name, of an image pipeline's frozen parts and of Python files that loading would run.
     Empty if the base is not on this machine yet.
     """
     if is_random(base_model):
@@ -57,7 +57,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 
 
 def _find_external_code(folder: Path) -> dict[str, Path]:
-    """Return the cached folders of code in other repositories, which `auto_map` names `owner/repo--module.Class`."""
+    """Return the cached folders of code from other repositories (`owner/repo--module.Class` in `auto_map`)."""
     settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
     references = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
     return {
@@ -142,7 +142,7 @@ def _add_file(digest: xxhash.xxh3_128, file: Path, name: str) -> None:
         if size <= SAMPLE_INTERVAL:
             digest.update(stream.read())
             return
-        length = int.from_bytes(stream.read(8), "little")  # of the header, which holds names, shapes and offsets
+        length = int.from_bytes(stream.read(8), "little")  # length of the header, which has names, shapes and offsets
         digest.update(stream.read(min(length, SAMPLE_INTERVAL)))
         for start in (*range(0, size, SAMPLE_INTERVAL), max(0, size - SAMPLE_BYTES)):
             stream.seek(start)

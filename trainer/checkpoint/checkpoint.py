@@ -85,8 +85,8 @@ class RankState:
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Load a checkpoint into a fresh engine and return `state.json`.
 
-    Bitwise exact for the same stage and number of ranks. Otherwise the random state is seeded from the step, and 8-bit
-    moments are quantized again.
+    Bitwise exact for the same ZeRO stage and number of ranks. Otherwise the RNGs are seeded from the step, and 8-bit
+    moments are requantized.
     """
     state = read_state(checkpoint)
     files = sorted(checkpoint.glob("training_state-*.safetensors"))
@@ -121,7 +121,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _get_random_states() -> dict[str, torch.Tensor]:
-    tensors = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's
+    tensors = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's generator
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     return tensors
@@ -148,7 +148,7 @@ def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
         scaler = loss_scaler(engine.optimizer)
         for name, value in saved.items():
-            if name in loss_scale_state(scaler):  # the scale may be static now
+            if name in loss_scale_state(scaler):  # the loss scale may be static now
                 setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
@@ -159,14 +159,14 @@ class Position:
     step: int = 0
     epoch: int = 0
     offset: int = 0
-    """Number of samples of the epoch used so far, over all ranks."""
+    """Number of samples used in this epoch so far, over all ranks."""
     tokens: int = 0
     target_tokens: int = 0
     last_evaluation: float | None = None
     evaluated_at: int = -1
     """Step of the last evaluation."""
     best_metric: str = "loss"
-    """The setting `training.best_metric`; `best_loss` is its best value, negated if higher is better."""
+    """Value of `training.best_metric`; `best_loss` is the metric's best value, negated if higher is better."""
     best_loss: float = math.inf
     best_step: int = 0
     worse_in_a_row: int = 0
@@ -175,7 +175,7 @@ class Position:
     """Number of steps that changed no weight or had a non-finite loss."""
     spikes: int = 0
     latest_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, for comparison with the next one; only rank 0 keeps this and `spikes`."""
+    """Losses of the last steps, with which the next is compared; only rank 0 keeps this and `spikes`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, with None for infinity and NaN."""

@@ -1,7 +1,7 @@
 """Find, verify and atomically publish checkpoints.
 
-COMPLETE is written last. It contains a line `xxh3-128 bytes name` for every other file, and the digest of those lines,
-so that a single changed bit in any file is detected.
+COMPLETE is written last. It contains a line `xxh3-128 bytes name` for every other file, and a digest of these lines, so
+that a single changed bit in any file is detected.
 """
 
 import os
@@ -43,14 +43,14 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Return the optimizer step in a checkpoint's name."""
+    """Return the optimizer step from a checkpoint's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
     """Resolve `training.resume_from_checkpoint`; with `read`, verify the checksums of the whole checkpoint.
 
-    `latest` and `auto` skip damaged ones. Raises UserError if none is found, or the named one is damaged.
+    `latest` and `auto` skip damaged checkpoints. Raises UserError if none is found, or if the named one is damaged.
     """
     if setting is None:
         return Choice(None)
@@ -119,7 +119,7 @@ def recorded_checksums(checkpoint: Path) -> dict[str, str]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or has another format."""
+    """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or has an unknown format."""
     try:
         state: dict[str, Any] = read_json(checkpoint / "state.json")
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def checksum(file: Path) -> str:
 
 def seal(folder: Path) -> None:
     """Write COMPLETE with the checksums of all files in the folder."""
-    # A tokenizer with several chat templates has a folder of them.
+    # A tokenizer with several chat templates stores them in a folder.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     sums = {str(file.relative_to(folder)): (checksum(file), file.stat().st_size) for file in files}
     _write_sums(folder / MARKER, sums)
@@ -174,9 +174,9 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
 
 
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
-    """Seal a folder, flush it to disk and rename it to `final`, after moving `later` checkpoints aside.
+    """Seal a folder, flush it to disk and rename it to `final`, after setting `later` checkpoints aside.
 
-    A crash at any point leaves older checkpoints untouched. Returns the new paths of the moved ones.
+    A crash at any point leaves older checkpoints untouched. Returns the new paths of `later`.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
@@ -184,7 +184,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     existing = [final] if final.exists() and final not in later else []
     moved = [_set_aside(checkpoint) for checkpoint in (*later, *existing) if checkpoint.exists()]
     os.replace(folder, final)
-    # The run's folder and its parents may be new, too.
+    # The run's folder and its parents may be new as well.
     for parent in final.absolute().parents:
         sync(parent)
         if parent.is_mount():
@@ -193,7 +193,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint to `abandoned-...`, which runs resume from only if it is named."""
+    """Rename a checkpoint to `abandoned-...`, from which a run resumes only if it is named explicitly."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
@@ -206,6 +206,6 @@ def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
 
 
 def surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
-    """Yield the complete checkpoints other than the newest `keep` and those at steps in `protect`."""
+    """Yield the complete checkpoints except the newest `keep` and those at the steps in `protect`."""
     if keep is not None:
         yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)

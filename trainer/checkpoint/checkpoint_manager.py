@@ -1,9 +1,9 @@
-"""Restore, write and select the checkpoints of a run.
+"""Select, restore and write the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts the
-writing once the loss of the step is known. `settle`, called before the next copy and at the end, waits for it and
-exchanges the outcome between ranks.
+`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts
+writing once the step's loss is known. `settle`, called before the next copy and at the end, waits for it and exchanges
+the outcome between ranks.
 """
 
 import math
@@ -64,7 +64,7 @@ class CheckpointManager:
 
     @phase("restore")
     def agree(self) -> None:
-        """Agree on the checkpoint before weights are loaded. Raises UserError if it is damaged or of another run."""
+        """Agree on the checkpoint before weights are loaded. Raises UserError if it is damaged or from another run."""
         config, ranks = self._config, self._ranks
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
         resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
@@ -78,7 +78,7 @@ class CheckpointManager:
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
     ) -> tuple[Position, dict[str, Any] | None]:
-        """Load the checkpoint, if any, into engine, schedule and batches; return the position and the SCU's state."""
+        """Load the checkpoint, if any, into engine, schedule and batches; return the position and the SCU state."""
         training = self._config.training
         if self.checkpoint is None:
             return Position(best_metric=training.compared_metric), None
@@ -104,7 +104,7 @@ class CheckpointManager:
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, the adapter's update times `factor`; a collective call. Raises SaveFailed."""
+        """Write the final weights, the adapter's update scaled by `factor`; a collective call. Raises SaveFailed."""
         moved, identity = has_positive_rate(schedule), self._find_identity()
         self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
 
@@ -117,8 +117,8 @@ class CheckpointManager:
 
     @phase("save")
     def copy(self, engine: Engine) -> None:
-        """Queue copies of engine state and weights behind the current step on the device; a collective call."""
-        with suppress(SaveFailed):  # the failure of the previous save was reported, and this one follows
+        """Queue copies of engine state and weights on the device, after the current step; a collective call."""
+        with suppress(SaveFailed):  # the failure was reported; continue with this save
             self.settle()
         state = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"), averaged_weights(engine):
@@ -173,9 +173,9 @@ class CheckpointManager:
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
-        """Publish a written checkpoint and delete surplus ones, except at the steps `protect`; runs in the thread.
+        """Publish a written checkpoint and delete surplus ones, except at the steps `protect`; runs in the save thread.
 
-        Renames checkpoints of an earlier run after the step that this one resumed from.
+        Renames an earlier run's checkpoints that are newer than the step from which this run resumed.
         """
         self._folder.check()
         self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
@@ -184,7 +184,7 @@ class CheckpointManager:
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload the run to its object store, if any; a failure is reported, and the next checkpoint tries again."""
+        """Upload the run to its object store, if any; a failure is reported, and retried at the next checkpoint."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -231,9 +231,9 @@ class CheckpointManager:
             raise
 
     def restore_best(self, engine: Engine, position: Position) -> int | None:
-        """Restore the weights with the best `best_metric` if `best_checkpoint` is set; return their step.
+        """If `best_checkpoint` is set, restore the weights with the best `best_metric` and return their step.
 
-        Returns None to keep the last weights: they are the best, or the best checkpoint is damaged.
+        Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
         """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
@@ -250,6 +250,6 @@ class CheckpointManager:
         return position.best_step
 
     def _checkpoint_path(self, step: int) -> Path:
-        """Return the checkpoint of a step, in this run's folder or that of the run it resumes."""
+        """Return the checkpoint of a step, in this run's folder or in the folder from which it resumes."""
         path = self._run_dir / f"checkpoint-{step}"
         return path if self.checkpoint is None or path.exists() else self.checkpoint.parent / path.name

@@ -49,7 +49,7 @@ class FinishedRun:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> None:
-    """Add the arguments of `find_run`: RUN, --base-model (`base_model_help` is its help) and --allow-mismatch."""
+    """Add the arguments of `find_run`: RUN, --base-model (with the help `base_model_help`) and --allow-mismatch."""
     parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model_help)
     parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
@@ -60,8 +60,8 @@ def find_run(
 ) -> FinishedRun:
     """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base.
 
-    Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the folder of the base
-    model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
+    Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the base model's folder
+    is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
     run_dir = find_run_dir(folder)
     config = _read_config(run_dir)
@@ -77,7 +77,7 @@ def find_run(
         raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish, or it was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
-        # A revision belongs to the repository that the configuration names.
+        # The revision belongs to the repository in the configuration.
         if not base_model.strip():
             raise UserError("--base-model: empty; write a folder or a name on the hub, or leave it out")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
@@ -95,14 +95,14 @@ def find_run(
         for mistake in getattr(error, "mistakes", (error,)):
             print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
         _report_bare_layers(folder, config.base_model)
-    # The saved tokenizer has the template used in training; the file of the template may have changed since.
+    # The saved tokenizer has the template used in training; the template file may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"dataset": dataset})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
 def _report_bare_layers(folder: Path, base_model: str) -> None:
-    """Print a note if the base has layers above the last one of the adapter."""
+    """Print a note if the base has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
     last = max((int(found[1]) for name in header if (found := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
     layers = find_json(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get("num_hidden_layers", 0)
@@ -120,7 +120,7 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings, with absolute paths for files that exist relative to its working directory."""
+    """Return the run's settings; paths of files that exist relative to its working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
@@ -150,7 +150,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, None for the chat template; `raw` and `chat` override training."""
+    """Return the format of plain-text prompts, or None for the chat template; `raw` and `chat` override training's."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -164,7 +164,7 @@ def default_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """Load the PEFT model in the run's precision, with the quantized base or rounded weights of training.
+    """Load the PEFT model in the run's precision, with its base quantized or rounded as in training.
 
     Raises UserError if the base model is missing or the adapter does not fit it.
     """
@@ -196,10 +196,10 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
 
     The adapter keeps the dtype it was trained in, unless `in_32_bits`.
     """
-    set_seed(run.config.seed)  # gives rows of added tokens the same random values in every command
+    set_seed(run.config.seed)  # so that rows of added tokens get the same random values in every command
     match_vocabulary(base, tokenizer)
     if run.config.model.has_score:
-        base.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the end of the text by it
+        base.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the end of a text
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 

@@ -4,15 +4,15 @@ from contextlib import nullcontext
 
 import torch
 
-# Pinned memory cannot be swapped, so what exceeds this (full fine-tuning) is copied synchronously.
+# Pinned memory cannot be swapped, so tensors beyond this limit (full fine-tuning) are copied synchronously.
 MAX_PINNED_BYTES = 8 * 2**30
 
 
 class HostCopies:
     """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next save.
 
-    Copies from a GPU run in their own stream after the work queued so far, so that neither the host nor the next
-    forward and backward pass waits. Call `make_updates_wait` before queueing work that changes the tensors.
+    Copies from a GPU run in a separate stream after the work queued so far, so that neither the host nor the next
+    forward and backward pass waits for them. Call `make_updates_wait` before queueing work that changes the tensors.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class HostCopies:
             self._event.synchronize()
 
     def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Return a context of the copy stream that waits for the tensor and keeps its memory until it is copied."""
+        """Return the copy stream's context, which waits for the tensor and keeps its memory until it is copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

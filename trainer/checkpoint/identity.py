@@ -1,8 +1,8 @@
 """Record the identity of a run (base, tokenizer, adapter, data), and compare it before the run is loaded.
 
 Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
-reports all differences together. `training.resume_changes` allows the changes that it names; those that the optimizer
-state cannot follow (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
+reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not fit
+the optimizer state (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
 model they load.
 """
 
@@ -29,7 +29,7 @@ ALLOW = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 FIXED, NOT_COMPARED, GROUPS, PEFT_NAMES = (TABLES[name] for name in ("fixed", "not_compared", "groups", "peft_names"))
 MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
-"""Settings that determine the model under a finished adapter, and which documents were held out."""
+"""Settings that determine the base of a finished adapter, and settings that determine the held-out documents."""
 
 
 class Identity(BaseModel):
@@ -53,16 +53,16 @@ class Difference:
     change: str
     """`setting old -> new`."""
     group: str | None
-    """The name that allows it in training.resume_changes; None if it is always allowed."""
+    """Name in training.resume_changes that allows it; None if it is always allowed."""
     fixed: bool = False
-    """Whether resuming always refuses it."""
+    """Whether it always prevents resuming."""
 
 
 def build_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
-    """Return the identity of a run that is about to train; without `prepared`, that of its base and settings alone."""
-    # Divide `global_batch_size` among the ranks, if their number is known.
+    """Return the identity of a run that is about to train; without `prepared`, only its base and settings."""
+    # Divide `global_batch_size` among the ranks if their number is known.
     shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
         shared = resolve_global_batch(config, count_samples(prepared), data_ranks)
@@ -93,7 +93,7 @@ def recorded_identity(folder: Path) -> Identity | None:
 
 
 def find_differences(then: Identity, now: Identity, name: str) -> list[Difference]:
-    """List how `now` differs from the training of `name`; unknown values count as equal."""
+    """List how `now` differs from `then`, the identity of `name`; unknown values count as equal."""
     differences = []
     for setting in (setting for setting in now.settings if setting in then.settings):
         old, new = then.settings[setting], now.settings[setting]
@@ -153,7 +153,7 @@ def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> Non
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
-    """Raise UserError if splitting the data now could hold out documents used in training."""
+    """Raise UserError if splitting the data again could hold out documents used in training."""
     then = recorded_identity(folder)
     if then is not None:
         settings = _comparable_settings(_without_adapter_path(config))
@@ -165,7 +165,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Compare base and tokenizer (`origin`) with those of the adapter at lora.adapter_path; return warnings.
+    """Compare base and tokenizer (`origin`) with the adapter's at lora.adapter_path; return warnings.
 
     Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
@@ -179,7 +179,7 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
             return []
         return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, and base_model is {config.base_model}"]
     now = build_identity(_without_adapter_path(config), None, None, None)
-    # Leave out the chat template: an adapter may be trained on text first, and then on conversations.
+    # Ignore the chat template: an adapter may be trained on text first, and then on conversations.
     now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
     problems = _list_problems(then, now, folder, ("model.added_tokens",))
     if SETTINGS in changed_files(folder):
@@ -191,7 +191,7 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
 
 
 def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
-    """Return a message for each difference in base, data and `settings` that the user must allow."""
+    """Return a message for each difference in base, data and `settings` that needs the user's permission."""
     compared_settings = {key: value for key, value in now.settings.items() if key.startswith(settings)}
     base = then.base if is_same_base(then.base, now.base) is None else now.base
     differences = find_differences(
@@ -201,7 +201,7 @@ def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[
 
 
 def _without_adapter_path(config: RunConfig) -> RunConfig:
-    """Remove the adapter that the run started from, which may have been deleted or changed since."""
+    """Remove the path of the initial adapter, which may have been deleted or changed since."""
     return config.model_copy(update={"lora": config.lora.model_copy(update={"adapter_path": None})})
 
 
@@ -211,10 +211,10 @@ def _data_path(config: RunConfig) -> str:
 
 
 def _comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings to compare by dotted name, without those of disabled sections."""
+    """Return the settings to compare, by dotted name, except those in disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
-        # The adapter's own settings replace those of the section.
+        # The adapter's own settings replace the section's.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
         values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
@@ -273,10 +273,10 @@ def plan_resumption(
     precision: str | None = None,
     choice: Choice | None = None,
 ) -> Resumption:
-    """Choose the checkpoint to resume from, and verify its checksums and that it belongs to the same run.
+    """Choose the checkpoint to resume from, and check that it is intact and belongs to this run.
 
-    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserErrors for all differences that
-    are not allowed, including those between the base and an initial adapter.
+    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserErrors with all differences
+    that are not allowed, including differences between the base and an initial adapter.
     """
     training = config.training
     if choice is None:
@@ -301,7 +301,7 @@ def plan_resumption(
 
 
 def describe_finished(step: int, total_steps: int) -> str:
-    """Return the note for a run without remaining steps."""
+    """Return the note for a run that has no steps left."""
     return (
         f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
         "nothing is left to train; raise them to continue"

@@ -1,6 +1,6 @@
-"""Check the output folder and inputs of a run without importing torch (a contract of import-linter).
+"""Check the output folder and inputs of a run, without importing torch (an import-linter contract).
 
-Writes nothing, except that the folder of a run on an object store is copied here first.
+Writes nothing, except that a run's folder on an object store is first copied to this machine.
 """
 
 import os
@@ -64,7 +64,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
 
 
 def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
-    """Return the result of a check of one adapter's run; its errors name the adapter."""
+    """Return the result of `check` for one adapter's run; its errors name the adapter."""
     try:
         return check(run, *arguments, **options)
     except UserError as error:
@@ -72,7 +72,7 @@ def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, 
 
 
 def check_output_folder(config: RunConfig) -> None:
-    """Raise UserError if the output folder is not writable, or contains files that no run wrote."""
+    """Raise UserError if the output folder is not writable, or contains files not written by a run."""
     folder = Path(config.output_dir)
     fetch_run(folder)
     try:
@@ -100,7 +100,7 @@ def check_no_conflict(config: RunConfig) -> None:
 
 
 def find_obstacle(config: RunConfig) -> str | None:
-    """Return why `zerolora train` would refuse the output folder now, with the fix; None if it would not."""
+    """Return why `zerolora train` would refuse the output folder now, with the fix; None if it would accept it."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
         return f"a run is active in it ({holder}); wait until it ends, or use another folder"
@@ -173,12 +173,12 @@ def _check_writable(folder: Path, existing: Path) -> None:
 
 
 def _check_separate(config: RunConfig, folder: Path) -> None:
-    """Raise UserError if the folder is a home folder or git checkout, or contains or is inside an input of the run."""
+    """Raise UserError if the folder is a home directory or git checkout, or contains, or is in, an input of the run."""
     real = folder.resolve()
     try:
         home = Path.home().resolve()
     except RuntimeError:
-        home = Path("/")  # a user without a home
+        home = Path("/")  # a user without a home directory
     if real == home or real in home.parents:
         problem = "is your home folder" if real == home else "contains your home folder"
         raise UserError(f"output_dir={folder}: {problem}; use a separate folder")
@@ -206,7 +206,7 @@ def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
         *((f"dataset.mix.{index}.path", source.path) for index, source in enumerate(data.mix)),
         ("dataset.chat_template", data.chat_template),
     ]
-    # os.path takes any text, such as a chat template or a name on the hub.
+    # os.path accepts any text, such as a chat template or a hub name.
     paths = [(name, Path(os.path.expanduser(text))) for name, text in inputs if text]
     existing = [(name, path) for name, path in paths if os.path.exists(path)]
     caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the hub's cache", Path(HF_HUB_CACHE))]

@@ -1,7 +1,7 @@
 """The output folder of a run: records, checkpoints, final weights and report.
 
-Every rank has a RunFolder, since gathering weights is collective. Only rank 0 writes, and first checks each time that
-the folder still belongs to this run.
+Every rank has a RunFolder, since gathering weights is collective. Only rank 0 writes, after checking each time that the
+folder still belongs to this run.
 """
 
 import shutil
@@ -56,7 +56,7 @@ class RunFolder:
         say: Output,
         lock: FolderLock | None,
     ) -> None:
-        """Write nothing yet. `config` has its `auto` values resolved; `lock` is the folder's lock, held by rank 0."""
+        """Prepare, but write nothing yet; `config` has its `auto` values resolved, and `lock` is held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
@@ -82,7 +82,7 @@ class RunFolder:
     ) -> None:
         """Write the run's record and open the metrics, once all checks have passed.
 
-        `checkpoint` is the one to resume from, if any.
+        `checkpoint` is the checkpoint to resume from, if any.
         """
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
@@ -110,7 +110,7 @@ class RunFolder:
             self.metrics.log(step, values)
 
     def _copy_initial_adapter(self, source: Path) -> None:
-        """Copy the initial adapter of the resumed run into this folder unless it exists."""
+        """Copy the resumed run's initial adapter into this folder unless it has one."""
         if (self.path / INITIAL_ADAPTER).is_dir():
             return
         if not source.is_dir():
@@ -133,7 +133,7 @@ class RunFolder:
             self.metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
-        """Write the records of the SCU."""
+        """Write the SCU's records."""
         self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:
@@ -189,7 +189,7 @@ class RunFolder:
             (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
-        """Write the seconds by phase, added to those of earlier starts of this run."""
+        """Write the seconds by phase, added to those from earlier starts of this run."""
         with self.tolerate_full_disk(TIMES):
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
@@ -201,7 +201,7 @@ class RunFolder:
                 page = write_report(self.path)
             except OSError:
                 raise
-            except Exception as error:  # the run is complete; a failed report must not restart it
+            except Exception as error:  # the run is complete; a failed report must not cause a restart
                 traceback.print_exc()
                 problem = escape(f"{type(error).__name__}: {error}")
                 self._say(f"[yellow]warning:[/yellow] report.html: not written: {problem}; the run is complete")

@@ -1,4 +1,4 @@
-"""Write and read the record of a run, and move or delete the files that belong to it.
+"""Write and read the record of a run, and move or delete the run's files.
 
 training_config.json is the resolved configuration; run.json has versions, commit and command.
 """
@@ -37,7 +37,7 @@ RUN_FILES = (
     *("samples", "time_by_phase.json", "examples.json"),
 )
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
-# Entries of folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
+# Entries of folders that count as empty: logs of an attempt that never trained, and file system or git files.
 IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
@@ -48,7 +48,9 @@ def find_run_dir(folder: Path) -> Path:
         raise UserError(f"{folder}: {found}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: is not the folder of a run, it has no {CONFIG}; pass the output_dir of a run")
+        raise UserError(
+            f"{folder}: is not the folder of a run, because it has no {CONFIG}; pass the output_dir of a run"
+        )
     return run_dir
 
 
@@ -105,7 +107,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
-    """Clear the folder of an earlier run; return a message with its new path, or None if nothing was moved.
+    """Clear an earlier run's folder; return a message with the files' new path, or None if nothing was moved.
 
     `overwrite=True` moves all files to a new folder; `delete` deletes the files that the run wrote.
     """
@@ -145,7 +147,7 @@ def _move_aside(run_dir: Path) -> Path:
 def _delete_written(run_dir: Path) -> None:
     """Delete the files of a run, its checkpoints and its recorded result; keep all other files."""
     names = {*RUN_FILES}
-    with suppress(UserError):  # a damaged record names no result
+    with suppress(UserError):  # a damaged record lists no result
         result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
         names |= {name.partition("/")[0] for name in result}
     for path in _record_last(list_run_files(run_dir)):
@@ -159,12 +161,12 @@ def _delete_written(run_dir: Path) -> None:
 
 
 def _record_last(paths: Iterable[Path]) -> list[Path]:
-    """Sort the record last, so that a partly cleared folder still counts as that of a run."""
+    """Sort the record last, so that a partly cleared folder still counts as a run's folder."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 
 def place_result(run_dir: Path) -> list[str]:
-    """Move the final weights and tokenizer from RESULT into the run's folder; return the names of the files."""
+    """Move the final weights and tokenizer from RESULT into the run's folder; return the file names."""
     result = run_dir / RESULT
     names = [str(path.relative_to(result)) for path in sorted(result.rglob("*")) if path.is_file()]
     for path in sorted(result.iterdir()):

@@ -18,11 +18,11 @@ _NAMES = {
 }  # fmt: skip
 _ALIGNMENT = 8
 _MAX_BUFFERS = 1024
-"""Buffers per call, the limit of Linux."""
+"""Linux's limit of buffers per call."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the checksum of the written bytes as in `checkpoint_files.checksum`."""
+    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.checksum`."""
     # Offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}

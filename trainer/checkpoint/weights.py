@@ -17,7 +17,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, which is subtracted from later ones to fit the unchanged base; a collective call."""
+    """Write the initial adapter; subtracting it makes later adapters fit the unchanged base. A collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
@@ -38,8 +38,8 @@ def write_adapter(
 
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
     difference from it, which fits the unchanged base model.
-    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B `must_have_moved`
-    but is still zero.
+    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
+    zero although `must_have_moved`.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -65,7 +65,7 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gather unpartitioned weights by name on the CPU of rank 0, one tensor at a time; other ranks return none.
+    """Gather full weights by name on the CPU of rank 0, one tensor at a time; other ranks return an empty dict.
 
     `copy(name, tensor)` copies a tensor to the CPU. A collective call.
     """
@@ -92,5 +92,5 @@ def _check_finite(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     if not weights:
         raise RuntimeError(f"{folder}: no weights to write")
     for name, value in weights.items():
-        if value.element_size() > 1 and not value.isfinite().all():  # 8 bits have no infinity
+        if value.element_size() > 1 and not value.isfinite().all():  # 8-bit types have no infinity
             raise RuntimeError(f"{folder}: {name} is not finite; the last good weights are in the newest checkpoint")

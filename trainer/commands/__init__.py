@@ -2,4 +2,4 @@
 
 from trainer.parallel.ranks.lean_imports import import_lean
 
-import_lean()  # before any of them imports a library
+import_lean()  # before any subcommand imports a library

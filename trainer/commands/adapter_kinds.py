@@ -45,7 +45,7 @@ class TextAdapter:
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        """Write the adapter in one of the formats of its task; return lines to print."""
+        """Write the adapter in a format of its task; return lines to print."""
         if form in ADAPTER_FORMS:
             return export_adapter(run, form, output)
         if form == "hf":
@@ -69,7 +69,7 @@ class ImageAdapter:
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`)."""
+        """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merge it (`hf`)."""
         pipeline = read_pipeline(run.config.base_model, run.config.model)
         if form == "hf":
             merge_images(run, output, dtype="auto", scale=1.0)
@@ -95,7 +95,7 @@ class ImageAdapter:
 
 
 def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-    """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return lines to print."""
+    """Write the merged model as one GGUF file (`ollama`: a folder with it and a Modelfile); return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
     model, tokenizer, values = build_merged(run)
@@ -131,7 +131,7 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
-    """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
+    """Write the pipeline with the adapter merged; W + s B A is computed in 32 bits and rounded once.
 
     Raises UserError if `output` is not empty, or the base is random.
     """

@@ -1,4 +1,4 @@
-"""Atomic output of models for other programs: written to a temporary folder, renamed when complete."""
+"""Write models for other programs atomically: to a temporary folder that is renamed when complete."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from trainer.contract.whole_files import apply_umask
 
 
 def check_output(output: Path) -> None:
-    """Raise UserError unless `output` does not exist or is empty, is writable, and is not in an active run's folder."""
+    """Raise UserError unless `output` is new or empty, is writable, and is not in an active run's folder."""
     if output.name in ("", ".."):
         raise UserError(f"{output}: not the name of a new folder; pass one with --output")
     try:
@@ -34,7 +34,7 @@ def check_output(output: Path) -> None:
 
 
 def _check_no_run_in(output: Path) -> None:
-    """Raise UserError if a run is training in a parent folder, since it may delete files there."""
+    """Raise UserError if a run is training in a parent folder, where it may delete files."""
     for folder in output.absolute().parents:
         try:
             holder = describe_live_holder(folder)
@@ -49,9 +49,9 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, which is deleted afterwards; `move_into_place` moves results out.
+    """Yield a temporary folder next to `output` that is deleted afterwards; keep results by `move_into_place`.
 
-    Raises UserError if the folder cannot be created, and RuntimeError, which names the disk, if writing fails.
+    Raises UserError if the folder cannot be created, and RuntimeError (which names the disk) if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -76,7 +76,7 @@ def temporary_output(output: Path) -> Iterator[Path]:
 
 
 def move_into_place(finished: Path, output: Path) -> None:
-    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions by the umask."""
+    """Rename a finished file or folder to `output`, replacing an empty folder; the umask sets its permissions."""
     apply_umask(finished)
     if output.is_dir():
         output.rmdir()

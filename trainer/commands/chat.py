@@ -28,20 +28,20 @@ HELP = """/new    start over
 
 @dataclass
 class Conversation:
-    """A conversation with a trained model, including turns that no longer fit into the context."""
+    """A conversation with a trained model, including turns that no longer fit in the context."""
 
     model: Any
     tokenizer: Any
     sampling: Sampling
     section: DatasetSection
     text: str | None
-    """Format of plain-text prompts, each of which is answered independently; None for the chat template."""
+    """Format of plain-text prompts, which are answered independently; None for the chat template."""
     images: PromptImages | None = None
     """Images shown before the first turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Answer a turn, streaming the answer. Raises UserError if the turn alone does not fit into the context."""
+        """Answer a turn, streaming the answer. Raises UserError if this turn alone does not fit in the context."""
         if self.images is not None and not self.turns:
             question = IMAGE * len(self.images.stored) + question
         turns = [*self.turns, {"role": "user", "content": question}]
@@ -51,9 +51,9 @@ class Conversation:
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
-        """Return token ids [1, T] of the latest turns that leave room for an answer, and their images."""
+        """Return the token ids [1, T] of as many latest turns as leave room for an answer, and their images."""
         longest = context_length(self.model.config) or sys.maxsize
-        room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be cut off
+        room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be truncated
         kept = turns if self.text is None else turns[-1:]
         while True:
             prompt = kept if self.text is None else kept[-1]["content"]

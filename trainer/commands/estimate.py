@@ -1,6 +1,6 @@
 """`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: estimate a run's memory.
 
-With `--network 50GB/s`, `--price 2.5` or `--card H100`, also its speed, time and cost.
+With `--network 50GB/s`, `--price 2.5` or `--card H100`, also estimate speed, time and cost.
 
 Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
 be read, every sequence counts as `dataset.max_length` tokens.
@@ -38,11 +38,11 @@ MIN_GPU_MEMORY = GIB
 GPUS_PER_HOST = 8
 DEFAULT_GPU = "80GiB"
 DECISIONS = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
-"""Titles of the decisions that cost memory if they differ from the default."""
+"""Titles of the decisions that cost memory if they differ from their defaults."""
 
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
-    """Parse `80GiB`, `80GB`, `81920MiB` or `80` (GiB) to bytes; raises UserError if invalid or below 1 GiB."""
+    """Parse `80GiB`, `80GB`, `81920MiB` or `80` (GiB) into bytes. Raises UserError if invalid or below 1 GiB."""
     size = speed.parse_quantity(text, UNITS)
     if size is None:
         raise UserError(f"{option} {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
@@ -61,7 +61,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
     sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
     estimate = planner.estimate(resolved)
     table = planner.list_stages(resolved)
-    # Prefer no offload, which costs more time than a higher stage.
+    # Prefer a higher stage to offload, which costs more time.
     fitting = [choice.config for choice in table if choice.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {
@@ -91,7 +91,7 @@ def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
-    """Return the largest micro-batch that fits with a reserve, or the configured one if it fits without."""
+    """Return the largest micro-batch that fits with a reserve, or a larger configured one that fits without."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
 
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     if config.runs:
         config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
-    # With a network between hosts, GPUs are on several.
+    # A network between hosts implies several hosts.
     per_host = arguments.gpus_per_host or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
     planner, notes = build_planner(config, gpus, per_host)
     if host is not None:

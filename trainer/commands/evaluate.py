@@ -2,8 +2,8 @@
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
-and the loss is computed from those drawn. Base and adapter use the same draws, so the interval of their difference is
-that of a paired comparison.
+and the loss is computed from the drawn ones. Base and adapter use the same draws, so their difference has the interval
+of a paired comparison.
 """
 
 import argparse
@@ -65,7 +65,7 @@ DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     "bits_per_token": ("bits/token", ".4f", lambda nats: nats / math.log(2)),
     "perplexity": ("perplexity", ",.2f", lambda nats: torch.tensor(nats, dtype=torch.float64).exp().item()),
 }
-"""Columns of the table for texts: name of the value -> title, format and function of the loss in nats."""
+"""Table columns for texts: name of the value -> title, format and conversion from the loss in nats."""
 PAIR_COLUMNS = {
     "loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f"),
 }  # fmt: skip
@@ -73,7 +73,7 @@ ANSWER_COLUMNS = {
     "loss": ("loss of an answer", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("distance from baseline", ".4f"),
 }  # fmt: skip
 COLUMNS: dict[str, Any] = {"documents": DOCUMENT_COLUMNS, "pairs": PAIR_COLUMNS, "answers": ANSWER_COLUMNS}
-"""Columns by unit; labeled answers of `kto` are compared with the baseline of their batch."""
+"""Columns by unit; labeled answers (`kto`) are compared with their batch's baseline."""
 
 
 def evaluate(
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def bootstrap(base: Losses, adapter: Losses, weights: Losses, *, resamples: int, seed: int) -> dict[str, Interval]:
-    """Return sum / sum of weights of base, adapter and difference with 95 % intervals, given values by document."""
+    """Return sum of values / sum of weights for base, adapter and difference, with 95 % intervals over documents."""
     generator = np.random.default_rng(seed)
     draws = np.empty((3, resamples))
     for index in range(resamples):
@@ -127,7 +127,7 @@ def _interval_to_json(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin of base, adapter and difference, with intervals over pairs (`kto`: answers)."""
+    """Return loss, accuracy and margin for base, adapter and difference, with intervals over pairs (`kto`: answers)."""
     loss = find_task(config).pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
@@ -141,7 +141,7 @@ def evaluate_pairs(
 
 @torch.no_grad()
 def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, batch_size: int) -> NDArray[np.float64]:
-    """Return loss, accuracy and margin of every pair, of the base and with the adapter [2, 3, P]."""
+    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, P]."""
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
@@ -150,7 +150,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
             documents[2 * start : 2 * (start + batch_size)], pad_token_id, packed=False, flat=False, pairs=True
         )
         assert isinstance(batch, PairBatch)
-        batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # split documents have none
+        batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # splitting drops them
         for context in (model.disable_adapter, nullcontext):
             with context():
                 parts.append(loss.measure_pairs(model, batch, model.device).double())
@@ -160,10 +160,10 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
 def held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the samples that the run held out, or all of `data`, and whether they are pairs of answers.
+    """Return the run's held-out samples, or all samples of `data`, and whether they are pairs of answers.
 
     They are read with the run's settings.
-    Raises UserError if the run held nothing out and there is no `data`, and for data of another task.
+    Raises UserError if there are neither held-out samples nor `data`, and for data of another task.
     """
     section = run.config.dataset
     source = section.evaluation
@@ -201,7 +201,7 @@ def held_out_samples(
 def _measure_documents(
     model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, images: ImageInputs | None
 ) -> Losses:
-    """Return the sum of token losses of every document, of the base and with the adapter [2, D]."""
+    """Return the summed token losses of every document for base and adapter, [2, D]."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     sums = np.empty((2, len(documents)))
     console = Console(stderr=True)
@@ -219,7 +219,7 @@ def _measure_documents(
 
 @torch.no_grad()
 def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the sum of token losses of each row of a micro-batch (nats, fp64, [B])."""
+    """Return the summed token losses of each row of a micro-batch (nats, fp64, [B])."""
     return TokenLoss(model).by_row(model, batch, model.device)
 
 

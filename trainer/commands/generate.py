@@ -1,4 +1,4 @@
-"""`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally next to its base."""
+"""`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally alongside its base."""
 
 import argparse
 import inspect
@@ -59,7 +59,7 @@ class AnswerStreamer(TextStreamer):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled; greedily at temperature 0."""
+    """How answers are sampled; at temperature 0, greedily."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -121,7 +121,7 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids; report those that cannot be answered, and add them to `failed`."""
+    """Yield prompts with their token ids; report prompts that cannot be answered, and add them to `failed`."""
     for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)
@@ -139,9 +139,9 @@ def encode_prompts(
 def load_for_prompts(
     arguments: argparse.Namespace, *, both: bool
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
-    """Return model, tokenizer, data settings, form of plain-text prompts and images for the command's options.
+    """Return model, tokenizer, data settings, format of plain-text prompts and images for the command's options.
 
-    --system replaces the system prompt of the settings. Raises UserError.
+    --system replaces the system prompt in the settings. Raises UserError.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "generate")
@@ -155,12 +155,12 @@ def load_for_prompts(
     if arguments.image and text is not None:
         raise UserError("--image: needs prompts in the chat template; add --chat")
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # answers may hold characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # answers may contain characters that the terminal cannot show
     return load_for_inference(run, tokenizer, both=both), tokenizer, section, text, images
 
 
 def show(answers: dict[str, str], console: Console) -> None:
-    """Print one answer as plain text, two in columns."""
+    """Print a single answer as plain text, or two answers in columns."""
     if len(answers) == 1:
         answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.
@@ -194,7 +194,7 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
 
 
 def replace_invalid(prompt: Prompt) -> Prompt:
-    """Replace lone surrogates and bytes that are not UTF-8 by U+FFFD, with a note on stderr."""
+    """Replace lone surrogates and bytes that are not UTF-8 with U+FFFD, and print a note to stderr."""
     if isinstance(prompt, Turns):
         return Turns([turn | {"content": replace_invalid(turn["content"])} for turn in prompt.messages], prompt.tools)
     if isinstance(prompt, list):
@@ -206,7 +206,7 @@ def replace_invalid(prompt: Prompt) -> Prompt:
 
 
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
-    """Add the options of every command that answers prompts."""
+    """Add the options common to all commands that answer prompts."""
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
     help_ = f"maximum length of an answer in tokens ({longest})"
     parser.add_argument("--max-new-tokens", type=positive_int, default=longest, metavar="N", help=help_)

@@ -1,4 +1,4 @@
-"""`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
+"""`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as the model is trained on it.
 
 For text: examples with trained tokens in color (in ⟦brackets⟧ without colors), and with their weight if it is below 1;
 the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # data may hold characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # data may contain characters that the terminal cannot show
     console = Console()
     quiet_libraries()
     ranks = arguments.ranks or default_ranks()

@@ -1,4 +1,4 @@
-"""`zerolora merge --quantize`: write adapted layers in the integer format they were trained for, for servers.
+"""`zerolora merge --quantize`: write adapted layers for servers, in the integer format they were trained for.
 
 Uses compressed-tensors' `pack-quantized` format, which vLLM, SGLang and transformers load without torchao: for each
 layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's dtype and `weight_shape`. All other
@@ -30,7 +30,7 @@ class IntegerMerge:
     """Rounds the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
     def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of the model and the scales; W + s B A is computed on `device`, as in training.
+        """Set the dtype of model and scales, and the device that computes W + s B A, as in training.
 
         Raises UserError if torchao or compressed-tensors is missing.
         """

@@ -1,4 +1,4 @@
-"""`zerolora estimate CONFIG --max-length auto`: the longest sequence that fits a GPU, and several that share it."""
+"""`zerolora estimate CONFIG --max-length auto`: the longest sequence that fits on one GPU, or on several."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -14,9 +14,9 @@ STEP, PRECISION = 256, 64
 
 
 def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, int]:
-    """Return the longest sequence by the number of GPUs that share it: one, as configured, and all; 0 if none fits.
+    """Return the longest sequence for each number of GPUs that share it (1, configured, all); 0 if none fits.
 
-    Host memory is that of `planner.machine`. Other settings and `auto` apply as configured, with one row.
+    Host memory is taken from `planner.machine`. Other settings and `auto` apply as configured, with one row.
     """
     longest = {}
     for size in dict.fromkeys((1, config.parallel.sequence, planner.machine.world_size)):
@@ -33,7 +33,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
 def predict_seconds(
     planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], card: str, network: float
 ) -> dict[int, float]:
-    """Return the seconds of a step with each of the longest sequences, if they can be predicted."""
+    """Return the seconds per step with each of the longest sequences, where they can be predicted."""
     seconds = {}
     for size, length in longest.items():
         if length:
@@ -49,7 +49,7 @@ def _share_sequence(config: RunConfig, size: int) -> RunConfig:
 
 
 def _resolve_length(planner: Planner, config: RunConfig, length: int, memory: int) -> tuple[Planner, RunConfig]:
-    """Return planner and configuration for sequences of a length, with `auto` resolved."""
+    """Return the planner and configuration for sequences of a given length, with `auto` resolved."""
     planner = replace(planner, lengths=replace(planner.lengths, longest=length, targets=length))
     return planner, planner.resolve(apply_changes(config, {"dataset.max_length": length}), memory)
 
@@ -75,7 +75,7 @@ def _fits(planner: Planner, config: RunConfig, length: int, memory: int) -> bool
 
 
 def format_longest(longest: dict[int, int], seconds: dict[int, float], card: str, context: int | None) -> list[str]:
-    """Return the lines to print, with a warning beyond the model's context."""
+    """Return the lines to print, with a warning if a length exceeds the model's context."""
     steps = {size: f"; a step on {card} {value:,.1f} s" for size, value in seconds.items()}
     lines = [
         f"longest sequence with parallel.sequence={size}: {length:,} tokens{steps.get(size, '')}" if length else

@@ -2,8 +2,8 @@
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
 precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
-published in MXFP4 (gpt-oss) is quantized to it again, and the error is printed. An FP8 base is dequantized to the
-requested dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored to its own format again.
+published in MXFP4 (gpt-oss) is requantized to it, and the error is printed. An FP8 base is dequantized to the requested
+dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored requantized to its own format.
 """
 
 import sys
@@ -41,9 +41,9 @@ def merge(
 ) -> Path:
     """Write the merged model and its tokenizer to `output`, and return `output`.
 
-    `dtype`: `auto` is the dtype of the stored base, or with `quantize` that of training; `stored` is its 4-bit format.
-    `scale`: factor of the adapter's update.
-    `quantize`: integer format of adapted layers (trainer/commands/integers.py).
+    `dtype`: `auto` is the stored base's dtype, or with `quantize` the training dtype; `stored` its 4-bit format.
+    `scale`: factor for the adapter's update.
+    `quantize`: integer format of the adapted layers (trainer/commands/integers.py).
 
     Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if the disk is full,
     or the files differ from memory or are not finite.
@@ -57,7 +57,7 @@ def merge(
 
 
 def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build the rounding of the adapted layers; `dtype` `auto` is that of training.
+    """Build the rounding of the adapted layers; `dtype` `auto` is the training dtype.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
@@ -75,7 +75,7 @@ def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMe
 def build_merged(
     run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
-    """Return the merged model on the CPU, its tokenizer, and the state dict to save if not the model's own.
+    """Return the merged model on the CPU, its tokenizer, and the state dict to save (None: the model's own).
 
     Raises UserError if the base is not in full precision.
     """
@@ -85,7 +85,7 @@ def build_merged(
     torch_dtype = torch_dtype if integers is None else integers.dtype
     base = load_full_base(run, torch_dtype)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
-    # With an adapter in 32 bits only the sum is rounded.
+    # With a 32-bit adapter only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
@@ -96,7 +96,7 @@ def build_merged(
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if each.is_floating_point():
             each.data = each.data.to(types.get(name, torch_dtype))
-    model.config.use_cache = True  # off in training
+    model.config.use_cache = True  # disabled in training
     if integers is not None:
         return model, tokenizer, integers.build_state_dict(model)
     if dtype == "stored":
@@ -105,7 +105,7 @@ def build_merged(
 
 
 def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
-    """Write the result of `build_merged` and verify the weights; raises RuntimeError if they differ."""
+    """Write the result of `build_merged` and verify the weights. Raises RuntimeError if they differ."""
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
     write_files(tokenizer_files(tokenizer), folder)
     check_saved(model, folder, values)
@@ -130,7 +130,7 @@ def _untie_head(adapted: Any) -> None:
 
 
 def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
-    """Return the dtype of the merged model; `auto` is that of the stored base, fp32 if not configured.
+    """Return the merged model's dtype; `auto` is the stored base's dtype, or fp32 if its config.json has none.
 
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """
@@ -156,7 +156,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
 
 
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
+    """Read the saved files back tensor by tensor. Raises RuntimeError if one is missing, differs or is not finite.
 
     `values` is the saved state dict, if not the model's own.
     """
@@ -169,7 +169,7 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
                 stored_elements += value.numel()
                 if value.is_floating_point() and not torch.isfinite(value.float()).all():
                     raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
-                # transformers stores some layers (experts) under other names than in memory.
+                # transformers stores some layers (experts) under names that differ from those in memory.
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} differs from the merged weight; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -183,7 +183,7 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
 def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
     """Return the merged state dict in MXFP4 and set `quantization_config`; None if the base is not in MXFP4.
 
-    Prints the rounding error next to the change by the adapter, as root mean squares over all experts.
+    Prints the rounding error and the adapter's change, both as root mean squares over all experts.
     """
     stored_config = load_model_config(config.base_model, config.model)
     if not is_mxfp4(stored_config):
@@ -214,7 +214,7 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
 
 
 def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
-    """Return the merged state dict in the 4-bit format of the base, with its scales; set `quantization_config`."""
+    """Return the merged state dict in the base's 4-bit format, with its scales, and set `quantization_config`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stored_config = load_model_config(config.base_model, config.model)

@@ -1,6 +1,6 @@
 """`zerolora prepare CONFIG [key=value ...]`: check a run and tokenize its data, without loading weights.
 
-`zerolora train` runs this with `--phases` before it starts ranks on other hosts.
+`zerolora train` runs it with `--phases` before starting ranks on other hosts.
 """
 
 from functools import partial

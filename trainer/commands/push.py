@@ -30,7 +30,7 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the card also next to the adapter; return the sorted files."""
+    """Write the files to upload to `folder`, and the card also to the adapter's folder; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     adapter_kind(run).copy_companions(run, folder)
@@ -46,7 +46,7 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
 
 
 def read_records(run: FinishedRun) -> list[Record]:
-    """Return the run's metrics, up to the checkpoint if one is uploaded."""
+    """Return the run's metrics, up to the checkpoint's step if a checkpoint is uploaded."""
     try:
         records = read_metrics(run.run_dir)
     except UserError:
@@ -58,7 +58,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Create the repository if necessary and commit `folder` to it; return its URL.
 
-    Raises UserError, without any part of the token, if the hub cannot be reached or refuses.
+    Raises UserError, without any part of the token, if the hub is unreachable or refuses.
     """
     disable_progress_bars()
     api = HfApi()
@@ -77,7 +77,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def _explain_refusal(status: int) -> str:
-    """Explain a refusal of the hub without quoting it, since it may contain the request."""
+    """Explain a refusal by the hub without quoting it, since it may contain the request."""
     reasons = {
         401: f"the hub does not accept the token; {LOGIN}",
         403: "the token may not write there; use your own namespace, and a token with write access",

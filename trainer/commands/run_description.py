@@ -14,7 +14,7 @@ from trainer.setup.kinds import kind_of
 
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
-    """Return lines `name: text` that describe the run with this model, data and number of ranks."""
+    """Return lines of the form `name: text` that describe the run with this model, data and number of ranks."""
     if config.runs:
         by_run = [describe_run(run, data, ranks) for run, data in zip(config.runs, prepared.adapters, strict=True)]
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]
@@ -43,7 +43,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
 
 def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     size = sum(parameter.numel() for parameter in model.parameters())
-    # A model without weights cannot hold initial values.
+    # A model without weights cannot store initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
     peft_model = apply_adapter(model, plain, dtype, task_type=kind_of(config).task(config).peft_type)

@@ -1,6 +1,6 @@
 """`zerolora serve RUN`: export a run for an installed server (vLLM, SGLang or llama.cpp), and start it.
 
-The server replaces this process and has an OpenAI-compatible API below /v1, with the run's folder name as the model.
+The server replaces this process. Its OpenAI-compatible API is under /v1, with the run's folder name as model name.
 """
 
 import os
@@ -58,7 +58,7 @@ def find_server(requested: str, python: str) -> Server:
 
 
 def export_once(run: FinishedRun, form: str, output: Path) -> Path:
-    """Export the run to `output`, unless an earlier export there is newer than the adapter. Raises UserError."""
+    """Export the run to `output`, unless an export newer than the adapter exists there. Raises UserError."""
     if not output.exists():
         export(run, form, output)
         print(f"exported to {output}")

@@ -1,4 +1,4 @@
-"""Predictions of time and cost by `zerolora estimate` with --network, --price or --card."""
+"""Predict time and cost for `zerolora estimate` with --network, --price or --card."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ask for a prediction."""
+    """Add the options that request a prediction."""
     parser.add_argument(
         "--network", help="also predict the speed, for this bandwidth per GPU between hosts, such as 50GB/s"
     )
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the predicted speed, time and cost of a resolved configuration; None without such an option."""
+    """Return the predicted speed, time and cost of a resolved configuration; None without these options."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
     network = find_network(planner, arguments)
@@ -54,7 +54,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 
 
 def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
-    """Return the bytes per second that a GPU receives from other hosts; None if that is unknown.
+    """Return the bytes per second that each GPU receives from other hosts; None if unknown.
 
     Raises UserError unless --network is a speed, such as `50GB/s` or `400Gbit/s`.
     """

@@ -1,7 +1,7 @@
 """`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a page.
 
 Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
-Exit code 0, 1 if a run has no result, 2 after one line on stderr.
+Exit code: 0; 1 if a run has no result; 2 for a user error, with one line on stderr.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a sweep, ranked by its `loss` at `step`; None without a result."""
+    """One run of a sweep, ranked by `loss` (of `step`), which is None without a result."""
 
     folder: Path
     held_out: Series
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
+    """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no sweep record."""
     outcomes = [_read_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not outcomes:
         raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
@@ -74,7 +74,7 @@ def show(console: Console, runs: list[Outcome]) -> None:
 
 
 def write_page(runs: list[Outcome], page: Path) -> str:
-    """Write the curves of the best runs to a page, and return a line that names it."""
+    """Write the curves of the best runs to a page; return a line with its path."""
     successful = [run for run in runs if run.loss is not None]
     write_page_of_runs([run.folder for run in successful[:MAX_RUNS]], page)
     return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(successful)} runs)" if len(successful) > MAX_RUNS else "")

@@ -1,8 +1,8 @@
 """`zerolora init --model M --data D --gpus N`: write a configuration for this model, data and GPUs, with reasons.
 
-The data is tokenized into the cache for its lengths; the model is built without weights for the estimate. The rules are
-those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate about ten
-times that of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
+The data is tokenized into the cache to get its lengths; for the estimate the model is built without weights. The rules
+follow "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, about ten times the learning
+rate of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
 """
 
 import math
@@ -41,13 +41,13 @@ from trainer.setup.preflight import prepare
 
 LONGEST_READ = 16_384
 UNCUT_FRACTION = 0.995
-"""Fraction of the documents that are not truncated."""
+"""Minimum fraction of documents that are not truncated."""
 PACK_LENGTH = 2048
 RANKS = (16, 32, 64, 128)
 SHORT_RUN_STEPS = 200
 WIDTH = 110
 Settings = dict[str, tuple[Any, str]]
-"""Setting -> its value, and the reason for it."""
+"""Setting -> value and reason."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class Profile:
     context: int | None
     parameters: int
     per_rank: int
-    """Parameters per unit of rank, without experts."""
+    """Adapter parameters per unit of rank, without experts."""
     widest: int
     """Rank beyond which no layer gains capacity."""
     per_expert_rank: int = 0
-    """Parameters per unit of the experts' rank."""
+    """Adapter parameters per unit of the experts' rank."""
     top_k: int = 1
     """Experts per token."""
     expert_width: int = 0
 
     def expert_rank(self, rank: int) -> int:
-        """Return the experts' rank by `lora.expert_rank: r/top_k`."""
+        """Return the experts' rank, as set by `lora.expert_rank: r/top_k`."""
         return max(1, rank // self.top_k)
 
     def adapter_parameters(self, rank: int) -> int:
@@ -142,7 +142,7 @@ def _build_profile(prepared: Prepared, context: int | None) -> Profile:
 
 
 def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
-    """Adapt all linear layers, with the lowest usual rank of enough capacity; return a warning if there is none."""
+    """Adapt all linear layers, with the lowest usual rank that has enough capacity; return a warning if none has."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
@@ -261,7 +261,7 @@ def _build_config(settings: Settings) -> RunConfig:
 
 
 def _find_gpu_memory(option: str | None) -> tuple[int, str]:
-    """Return the memory of a GPU, and a text that describes it."""
+    """Return the GPU memory, and a text that describes it."""
     if option is not None:
         return parse_memory(option), f"of {option}"
     if torch.cuda.is_available():
@@ -271,7 +271,7 @@ def _find_gpu_memory(option: str | None) -> tuple[int, str]:
 
 
 def render_yaml(settings: Settings, output: Path, warnings: Sequence[str] = ()) -> str:
-    """Return the configuration as YAML with each reason above its setting, sections in order of first use."""
+    """Return the configuration as YAML, with each reason above its setting and sections in order of first use."""
     text = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     for warning in warnings:
         text += textwrap.wrap(f"Warning: {warning}.", WIDTH, initial_indent="# ", subsequent_indent="# ")

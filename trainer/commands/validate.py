@@ -2,8 +2,8 @@
 
 `--settings-only` checks neither model nor data.
 
-The model's configuration, tokenizer and targets are checked and the data is tokenized into its cache; no weights are
-read, and nothing is written to the run's folder.
+Checks the model's configuration, tokenizer and targets, and tokenizes the data into its cache. Reads no weights, and
+writes nothing to the run's folder.
 """
 
 import os

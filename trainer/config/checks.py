@@ -17,7 +17,7 @@ from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
 from trainer.config.types import AUTO
-from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
+from trainer.config.zero import check_extra, find_layer_gather_obstacle, gathers_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
@@ -26,7 +26,7 @@ RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
 DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_by_layer,
-    "why_not_by_layer": why_not_by_layer,
+    "layer_gather_obstacle": find_layer_gather_obstacle,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
     "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
@@ -191,7 +191,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
     if is_stable and training.warmup_ratio + training.decay_ratio > 1:
         why = f"with training.warmup_ratio={training.warmup_ratio:g} exceeds the whole run"
-        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions whose sum is at most 1")
+        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions that add up to at most 1")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
         yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")

@@ -120,7 +120,7 @@ class VisionSection(Section):
 
     train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
     """Parts to train besides the language model. `projector`: the layers that map image features to its embeddings, in
-    full. `lora`: adapters on the layers of image tower and projector that `lora.target_modules` names."""
+    full. `lora`: adapters on the layers of vision tower and projector that `lora.target_modules` names."""
     cache: bool = False
     """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps take as
     long as with text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""

@@ -176,7 +176,7 @@ class TrainingSection(Section):
     offload_activations: bool = False
     """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without room there stay on
     the GPU."""
-    tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = False
+    tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = "auto"
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
     recompute_attention: Annotated[bool, LANGUAGE] = True

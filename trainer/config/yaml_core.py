@@ -200,7 +200,8 @@ def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> 
         return 1
     if id(node) in known:
         if not known[id(node)]:
-            raise UserError(f"{path}: line {node.start_mark.line + 1}: an anchor within itself; repeat the value")
+            line = f"{path}: line {node.start_mark.line + 1}"
+            raise UserError(f"{line}: an alias refers to an anchor that contains it; write out the value")
         return known[id(node)]
     known[id(node)] = 0  # its count is not finished
     inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value

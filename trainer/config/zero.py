@@ -42,7 +42,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 def gathers_by_layer(config: RunConfig) -> bool:
     """Return whether our code shards and gathers the base per layer; DeepSpeed's engine is then at stage 2."""
-    return config.zero.stage == 3 and config.zero.gather != "module" and why_not_by_layer(config) is None
+    return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_obstacle(config) is None
 
 
 def engine_zero(config: RunConfig) -> ZeroSection:
@@ -58,7 +58,7 @@ def engine_zero(config: RunConfig) -> ZeroSection:
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
 
 
-def why_not_by_layer(config: RunConfig) -> str | None:
+def find_layer_gather_obstacle(config: RunConfig) -> str | None:
     """Return why the base of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "only frozen weights are gathered by layer, and all are trained"

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: most modules here import torch, which check_early must not need."""
+    """Import a name on first use: most modules here import torch, which check_early must not load."""
     for module in ("batches", "cache", "grouping", "samples") if name in __all__ else ():
         if hasattr(imported := import_module(f"{__name__}.{module}"), name):
             return getattr(imported, name)

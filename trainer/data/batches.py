@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
 _PAIR_FIELDS = ("reference", "margins")
-# Long enough for the convolutions of recurrent models, short enough to be free.
+# Long enough for the convolutions of recurrent models, short enough to cost nothing.
 _DUMMY_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The part of every sequence that this rank computes (`parallel.sequence`): number `rank` of `size` equal parts."""
+    """Part `rank` of `size` equal parts of each sequence, computed by this rank (`parallel.sequence`)."""
 
     rank: int
     size: int
@@ -65,10 +65,10 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of one forward pass of one rank: tensors on the host, int64 [B, L] unless stated otherwise.
+    """Inputs of a rank's forward pass: host tensors, int64 [B, L] unless stated otherwise.
 
     Without packing, `attention_mask` marks the padding, which is on the right. Packs have `position_ids` instead. Flat
-    packs, which hold all documents in one row [1, T] without padding, also have the bounds of the documents.
+    packs, which hold all documents in one row [1, T] without padding, also have the document bounds.
     """
 
     input_ids: torch.Tensor
@@ -82,7 +82,7 @@ class MicroBatch:
     unpadded: torch.Tensor | None = None
     """0 at the padding of packs in several rows, else 1. Not passed to models: as a mask it would merge documents."""
     cu_seqlens: torch.Tensor | None = None
-    """Bounds of the documents, int32 [D + 1]."""
+    """Document bounds: cumulative lengths from 0, int32 [D + 1]."""
     max_seqlen: int = 0
     """Length of the longest document; 0 without `cu_seqlens`."""
     weights: torch.Tensor | None = None
@@ -92,7 +92,7 @@ class MicroBatch:
     sequence: SequencePart | None = None
     """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then bounds the whole batch."""
     targets_before: int = 0
-    """Number of targets of the whole batch before this part."""
+    """Number of targets in the whole batch before this part."""
     images: dict[str, Any] = field(default_factory=dict)
     """Model inputs for the images, including 3D positions if the model uses them."""
 
@@ -184,7 +184,7 @@ class Batches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches of the step `offset` samples into the epoch, and the samples of all ranks.
+        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count over all ranks.
 
         The last step of an epoch takes the remaining samples. A micro-step without a sample for this rank gets a row
         without targets, so that every rank runs the same number of micro-steps.
@@ -214,8 +214,8 @@ class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
     A stream that ends restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the first
-    after `load_state_dict`, starts from the saved state; any other offset is reached by reading up to it. With
-    `gather`, the ranks tokenize for each other. `layout` is passed to `collate`.
+    after `load_state_dict`, starts from the saved state; for any other offset, the stream is read from the start.
+    With `gather`, the ranks split the tokenization. `layout` is passed to `collate`.
     """
 
     def __init__(
@@ -245,9 +245,9 @@ class StreamBatches(GlobalBatches):
         """None, since a stream is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is ignored.
+        """Return this rank's micro-batches of the step at sample `offset`, and its sample count; ignore `epoch`.
 
-        Raises UserError if the data cannot be read or has no samples, and restores the state before the step.
+        Raises UserError if the data cannot be read or has no samples; the state before the step is kept.
         """
         try:
             if offset != self._position:
@@ -272,7 +272,7 @@ class StreamBatches(GlobalBatches):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the step at the state's offset from this state; nothing is read yet."""
+        """Restore the stream position; `step_batches` resumes there if its `offset` matches the state's."""
         self._state = state
         self._position = -1
 
@@ -322,7 +322,7 @@ class StreamBatches(GlobalBatches):
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass, in order; rows without targets give every rank equally many batches."""
+    """Yield this rank's batches of one pass in order, with empty ones so that all ranks have the same number."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -340,11 +340,11 @@ def collate(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Return samples as tensors: padded to the longest, or `flat` in one row. No samples give a row without targets.
+    """Return samples as tensors, padded or `flat` in one row; without samples, return a row without targets.
 
     With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
-    chosen answer of a pair has the prompt, and the batch is flat. `sequence` pads a flat batch with a document and
-    returns this rank's part.
+    chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with a
+    document and cut to this rank's part.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
@@ -441,7 +441,7 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
     targets[:-1] = np.where(np.asarray(sample.trained[1:]) > 0, ids[1:], IGNORED)
-    # The first token of a document is no target: in a pack, the token before it belongs to another document.
+    # The first token of a document is not a target: in a pack, the token before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
 
@@ -477,9 +477,9 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
 
 
 def balance_tokens(lengths: Index, count: int) -> list[Index]:
-    """Split a step's samples into `count` micro-batches with balanced padded tokens; return their positions.
+    """Split a step's samples into `count` micro-batches of similar padded size; return the samples' positions.
 
-    No micro-batch has more padded tokens than a split into equally many rows would; with few samples some are empty.
+    No micro-batch has more padded tokens than the largest of an even split by rows. With few samples, some are empty.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]

@@ -1,4 +1,4 @@
-"""Folders that one of several processes builds and all of them read; damaged folders are rebuilt."""
+"""Build a folder in one of several processes and load it in all of them; rebuild damaged folders."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ from trainer.config import UserError
 
 Loaded = TypeVar("Loaded")
 MANIFEST = "files.json"
-# Of larger files only the size is compared: reading them would take minutes on every rank.
+# For larger files, only the size is compared: reading them would take minutes on every rank.
 CHECKED_BYTES = 1 << 30
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WRITE_ERRORS = DISK_FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
@@ -78,7 +78,7 @@ def _build_locked(
     building.mkdir()
     try:
         build(building)
-        # Network file systems rename open files that are removed to hidden ones.
+        # Network file systems keep deleted files under a hidden name while they are open.
         files = sorted(path for path in building.glob("[!.]*") if path.is_file())
         manifest = {path.name: _describe_file(path) for path in files}
         (building / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")

@@ -28,9 +28,9 @@ from trainer.data.streams import look_ahead, stream_samples
 from trainer.data.vision import ImageReader
 
 _STATS = TypeAdapter(DataStats)
-# Part of every cache key: increment it when the same input gives different documents.
+# Part of every cache key: increment it when a change gives the same input different documents.
 CACHE_FORMAT = 9
-# Least fraction of a mixed stream's documents that come from one source.
+# Minimum fraction of a mixed stream's documents that come from one source.
 MIN_SOURCE_FRACTION = 1e-6
 
 
@@ -43,8 +43,8 @@ class PreparedData:
     stats: DataStats
     fingerprint: str
     origin: dict[str, str] = field(default_factory=dict)
-    """Digests that a resumed run compares: `content` of the sources' bytes (except streams), `tokenizer` of the
-    tokenizer with its template, `vocabulary` of the tokenizer without it."""
+    """Digests that a resumed run compares. `content`: the sources' bytes (except streams); `tokenizer`: the tokenizer
+    with its template; `vocabulary`: the tokenizer alone."""
 
 
 def prepare_data(
@@ -106,7 +106,7 @@ def prepare_data(
 
 
 def _prompt_form(reports: Sequence[SourceReport]) -> str | None:
-    """Return the form of prompts: None, the chat template, if any source has conversations."""
+    """Return the form of text prompts, or None (chat template) if any source has conversations."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 

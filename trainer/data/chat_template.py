@@ -1,4 +1,4 @@
-"""A chat template, the form of messages it expects and what it writes around answers, found by test renderings."""
+"""Render chat templates; test renderings show which messages they accept and what they write around answers."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ class RenderError(Exception):
 
 @contextmanager
 def _limit_time() -> Iterator[None]:
-    """Raise RenderError in a block that uses MAX_RENDER_SECONDS of CPU time, for example in nested loops."""
+    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, as nested loops may."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise RenderError(f"it takes more than {MAX_RENDER_SECONDS} seconds")
@@ -65,7 +65,7 @@ class ChatTemplate:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         self.special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
         self._added = frozenset(added) - {""}
-        # Compared by length, since some tokenizers have thousands of added tokens.
+        # Tokens are looked up by length: some tokenizers have thousands of added tokens.
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
         try:
             self._marked_source = mark_template(source)
@@ -161,10 +161,9 @@ class ChatTemplate:
     def generation_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None
     ) -> str | None:
-        """Return the generation prompt after numbered messages; None if the template rejects them alone.
+        """Return the generation prompt after numbered messages; None if the template rejects them.
 
-        `lead` is the text before the following answer, if known. It is part of the cache key, since equal leads after
-        equal roles have equal prompts.
+        Prompts are cached by last role, presence of tools, and `lead`, the text before the following answer if known.
         """
         key = (messages[-1]["role"] if messages else "", bool(tools), lead)
         if key not in self._prompts:
@@ -180,11 +179,11 @@ class ChatTemplate:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
         end = max((end for spans in after.turns.values() for _, end in spans), default=len(after.text))
         prompt = after.text[end:]
-        # Otherwise the prompt is part of the last turn, or no turn was rendered by a loop.
+        # If nothing is left, the prompt is part of the last turn, or no loop rendered a turn.
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
     def common_length(self, left: str, right: str) -> int:
-        """Return the length of the common prefix of two texts, without cutting an added token of the second."""
+        """Return the length of the common prefix of two texts, without splitting an added token of the second."""
         length = _common_length(left, right)
         for at in range(max(0, length - max(self._added_lengths, default=0)), length):
             if at + len(self._token_from(right, at)) > length:
@@ -192,7 +191,7 @@ class ChatTemplate:
         return length
 
     def common_header(self, prompt: str, block: str) -> int:
-        """Return the length of the common prefix of a generation prompt and a turn, up to a line or added token end.
+        """Return the common prefix length of a generation prompt and a turn, up to the end of a line or added token.
 
         Beyond that, characters may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
         """
@@ -242,7 +241,7 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """The token that ends an answer within a conversation, without (False) and with (True) tool calls.
+        """Maps whether an answer has tool calls to the token that ends it within a conversation.
 
         It is the last token of the answer's turn, or the first of the next turn.
         """
@@ -260,7 +259,7 @@ class ChatTemplate:
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
     def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
-        """Return the token that ends an answer, and its end: the answer's last token, or the one that follows it.
+        """Return the token that ends an answer, and its end; it is the answer's last token or the next one.
 
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
@@ -277,7 +276,7 @@ class ChatTemplate:
         return self._token_to(text, start, start + len(text[start:end].rstrip()))
 
     def token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token after a position, ignoring white space, and its end; else "" and the position."""
+        """Return the next added token after white space, and its end; if there is none, "" and the position."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._token_from(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

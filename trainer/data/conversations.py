@@ -20,7 +20,7 @@ from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_sp
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
 FIX = "set dataset.chat_template to one with {% generation %} blocks around the answers, or dataset.train_on: all"
-# Descriptions in warnings of parts of a record that a template drops.
+# How warnings describe the parts of a record that a template drops.
 LOST_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
 LOST_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
@@ -29,7 +29,7 @@ LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
 def find_chat_template(
     tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
 ) -> str | None:
-    """Return the Jinja template to use: the configured text or file, else that of the tokenizer, or None.
+    """Return the Jinja template to use: the configured text or file, else the tokenizer's, else None.
 
     If a tokenizer has several, conversations with tools use `tool_use`, as in transformers, and all others `default`.
     Raises UserError if `configured` is empty, or the path of a file that is missing or cannot be read.
@@ -123,7 +123,7 @@ class ChatEncoder:
         _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
         if messages:
-            # A system turn that is inserted gets the number after the last.
+            # An inserted system turn gets the number after the last turn.
             messages = [
                 {TURN_KEY: len(messages), **each} for each in prepend_system_message(messages, self.system_prompt)
             ]
@@ -156,7 +156,7 @@ class _Rendered:
             self._marks = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
-        """Record which parts of the turns the template drops. Raises UserError unless they are optional."""
+        """Record dropped reasoning and system turns. Raises UserError if the template drops anything else."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
@@ -214,7 +214,7 @@ class _Rendered:
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record if the last answer has no end-of-turn token, since the model would not learn to stop."""
+        """Record a missing end-of-turn token after the last answer: the model would not learn to stop."""
         if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
@@ -226,7 +226,7 @@ class _Rendered:
             self.lost[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
-        """Find the spans of a turn, except those inside another role's: a tool result may repeat its call's number."""
+        """Find a turn's spans, except those inside another role's turn: a tool result may mark its call again."""
         role, spans = self._roles[turn], self._marks.turns.get(turn, [])
         if len(spans) < 2:
             return spans
@@ -249,7 +249,7 @@ class _Rendered:
         start, end = blocks[0]
         begin, texts = self._answer_start(index, start, end), self._marks.texts
         if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
-            # The turn contains the results of its calls. A rendering without them shows where.
+            # The turn contains the results of its calls; rendering without them shows where they begin.
             alone = template.render_marked(self._chat[: index + 1], self._tools)
             stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
             return [(begin, max(begin, stop)), *(span for span in texts.get(turn, []) if span[0] >= max(begin, stop))]
@@ -258,7 +258,7 @@ class _Rendered:
         return spans
 
     def _answer_start(self, index: int, start: int, end: int) -> int:
-        """Find the end of the generation prompt, or of the fixed text, at the beginning of an answer."""
+        """Find where an answer starts, after its generation prompt or fixed header."""
         turn = self._chat[index][TURN_KEY]
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)
@@ -269,7 +269,7 @@ class _Rendered:
         at = self.text.find(prompt, max(0, start - len(prompt)), last)
         if at >= 0:
             return max(start, at + len(prompt))
-        # A prompt may contain the start of an answer, such as <think>, that this turn does not have.
+        # A prompt may contain the start of an answer, such as <think>, that this turn lacks.
         common = self._template.common_header(prompt, self.text[start:last])
         # After tool results in the model's turn, some templates have no prompt, although they have one after questions.
         has_no_prompt = observed == "" and self._template.question_prompt

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("columns.yaml")).tree
 LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
-"""Types of the columns of tokenized documents, which columns.yaml describes."""
+"""Column types of tokenized documents; columns.yaml describes the columns."""
 ROWS_AT_ONCE = 512
 Example = Turns | Text | Pair | Labelled
 # One token to predict, and the one before it.
@@ -50,7 +50,7 @@ class SourceReport:
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """Form of the prompts as text (see `find_prompt_form`); None for conversations."""
+    """Form of text prompts (see `find_prompt_form`); None for conversations."""
 
 
 class DocumentEncoder:
@@ -113,7 +113,7 @@ class DocumentEncoder:
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str
     ) -> dict[str, list[Any]]:
-        """Return the columns of columns.yaml for rows of a source, starting at record `first` (from 0)."""
+        """Return the columns (columns.yaml) of a source's rows; the first row is record `first` (from 0)."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
             return self._encode_columns(rows, shape, where)
@@ -136,7 +136,7 @@ class DocumentEncoder:
     def _encode_columns(
         self, records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Return the columns of some rows of a source. Raises UserError for a bad record."""
+        """Return the columns of a source's rows. Raises UserError for a bad record."""
         columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
         examples: list[Any] = []
@@ -153,7 +153,7 @@ class DocumentEncoder:
         return columns
 
     def _describe_document(self, example: Example, document: Encoded, continued: bool) -> dict[str, Any]:
-        """Return the values of a document in all columns."""
+        """Return a document's value for each column."""
         sides = _sides(example)
         answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
         turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
@@ -287,7 +287,7 @@ class DocumentEncoder:
 
 
 def _sides(example: Example) -> list[Turns | Text]:
-    """Return both answers of a pair with the prompt, or the only one."""
+    """Return both answers of a pair, or the only answer, each with its prompt."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]
     return [example.answer if isinstance(example, Labelled) else example]

@@ -31,7 +31,7 @@ class Shape:
     template: str | None = None
     template_without_input: str | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Role names of the records -> those of chat templates."""
+    """Maps the records' role names to chat template roles."""
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -131,7 +131,7 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 def _find_preference_names(
     present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return the field names of pairs of answers; None for other records, or next to a complete conversation.
+    """Return the field names of pairs of answers; None without pairs, or if there is a complete conversation.
 
     `configured` means that the configuration names one of the fields.
     """

@@ -1,4 +1,4 @@
-"""Group documents into samples: held-out split, weights of a mix, packing; with statistics of the result."""
+"""Group documents into samples (held-out split, mix weights, packing) and compute statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from trainer.config.errors import shown
 # Fractions of documents above which the user is warned.
 WARNED_FRACTION = 0.01
 MANY_COPIES = 0.05
-# Limits of the weight of a source: repeats of a document, and resulting documents (8 bytes each).
+# Limits of a source's weight: repeats of a document, and resulting documents (8 bytes each).
 MAX_REPEATS = 1000
 MAX_DOCUMENTS = 200_000_000
 
@@ -30,7 +30,7 @@ class DataStats:
     """Statistics of one pass over the data; `records` were read, the other fields count trained documents.
 
     `truncated` documents were cut to max_length. `dropped` records had no trained token, or none after the cut;
-    `too_long` records were dropped for their length. `empty` of the `answers` are empty. `control` conversations have
+    `too_long` records were dropped for their length. `empty` counts empty `answers`. `control` conversations have
     special tokens in a turn's text. `copies` equal an earlier document or, in held-out data, a training document.
     """
 
@@ -58,7 +58,7 @@ class DataStats:
     """Number of documents with images."""
     image_tokens: int = 0
     prompt_text: str | None = None
-    """Form of prompts as text (see `records.find_prompt_form`); None if there are conversations."""
+    """Form of text prompts (see `records.find_prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of records skipped by `dataset.on_bad_record: skip`, per source."""
     notes: tuple[str, ...] = ()
@@ -140,8 +140,8 @@ def group_documents(
 ) -> tuple[Grouping, Grouping, DataStats]:
     """Return training samples, held-out samples and their statistics from the columns of all documents.
 
-    Records are held out before weights repeat any, so that no record is in both parts. Raises UserError if a part is
-    empty or has no trained tokens.
+    Records are held out before mix weights repeat any, so that no record is in both parts. Raises UserError if a part
+    is empty or has no trained tokens.
     """
     generator = np.random.default_rng(seed)
     parts = [*train, *evaluation]
@@ -272,9 +272,9 @@ def _concatenate(parts: Sequence[Index]) -> Index:
 def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack documents into packs of at most `capacity` tokens; return the indices of the documents of each pack.
 
-    Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the least
-    possible number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
-    packing algorithms"). Deterministic. Documents in a pack are in input order, packs in that of their first document.
+    Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum
+    number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
+    algorithms"). Deterministic. Packs keep the input order of their documents, and are sorted by the first.
     Raises ValueError if a document is longer than `capacity`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -282,7 +282,7 @@ def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[
         raise ValueError(f"document of {int(sizes.max())} tokens, capacity {capacity}")
     packs: list[list[int]] = []
     # open_packs[room] has the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
-    # the least sufficient room takes a shift and a bit trick, so the total time is linear in the number of documents.
+    # the smallest sufficient room takes a shift and a bit trick, so total time is linear in the number of documents.
     open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for document in np.argsort(-sizes, kind="stable").tolist():

@@ -15,18 +15,18 @@ from trainer.contract.whole_files import apply_umask
 from trainer.data.image_parts import read_stored
 
 GRID = "image_grid_thw"
-"""Input of Qwen's models that determines the positions of image tokens."""
+"""Input of Qwen models that determines the positions of image tokens."""
 
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """Features of the images of a batch, with the attribute names that transformers' models read."""
+    """Image features of a batch, with the attribute names that transformers models read."""
 
     pooler_output: Any
     deepstack_features: Any = None
 
     def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
-        """Return the output with all tensors changed."""
+        """Return the output with `change` applied to all tensors."""
         return TowerOutput(*(_map(value, change) for value in vars(self).values()))
 
 
@@ -42,7 +42,7 @@ class FeatureFiles:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def write(self, path: Path, output: Any, grid: torch.Tensor | None) -> None:
-        """Write the output of a tower for one image. Raises UserError if the file cannot be written."""
+        """Write the vision tower's output for one image. Raises UserError if the file cannot be written."""
         fields = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
         tensors = {name: each for key, value in fields.items() for name, each in _flatten(key, value)}
         tensors |= {} if grid is None else {GRID: grid}

@@ -1,4 +1,4 @@
-"""Read and decode the images of a conversation: parts of its turns, or `<image>` in texts next to a list of images."""
+"""Read and decode a conversation's images: parts of its turns, or a list of images for `<image>` in its texts."""
 
 import base64
 import binascii
@@ -18,7 +18,7 @@ from trainer.data.formats import Shape, describe_type
 IMAGE = "\ufdd2"
 """Placeholder of an image in the text of a turn: a noncharacter, which no valid text contains."""
 MARK = "<image>"
-"""The placeholder of LLaVA, LLaMA-Factory and others."""
+"""The placeholder in data for LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
 """Keys of a part, or of an image's record, that hold the image, in order of precedence."""

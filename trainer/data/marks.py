@@ -16,14 +16,14 @@ from typing import Any
 
 from jinja2 import Environment
 
-# Key of a message for the turn's number, read by the marked template.
+# Message key for the turn's number, which the marked template reads.
 TURN_KEY = "zerolora_turn"
 # Noncharacters, which no valid text contains (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
 # An answer that begins with reasoning, as models write it and templates split it.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
-# The tags around reasoning, with the white space between.
+# The tags around reasoning, with adjacent white space.
 _OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
 _OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
 _EMPTY_THOUGHT = re.compile(rf"(?:(?<!\s)\s*{_OPEN_TAG}\s*)?{_CLOSE_TAG}\s*", re.IGNORECASE)
@@ -35,8 +35,8 @@ Spans = dict[int, list[tuple[int, int]]]
 class Marked:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]` those
-    of its text and reasoning; `generation` those of the template's generation blocks.
+    `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]`
+    have the spans of its text and reasoning, `generation` the spans of generation blocks.
     """
 
     text: str
@@ -48,12 +48,12 @@ class Marked:
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:
-    """Return the template with a marker at the start of every loop body and generation block, and after each end.
+    """Return the template with markers at the start of each loop body and generation block, and after its end.
 
     Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
     """
-    # The options of transformers: they determine which white space a tag strips. The lexer strips it here, so text
-    # becomes an output expression, which no tag strips again.
+    # transformers' options, which determine the white space that tags strip. The lexer strips it here, so text is
+    # written as output expressions, which no tag strips again.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter called namespace
     tag: list[tuple[str, str]] = []

@@ -22,13 +22,13 @@ from trainer.data.tokens import Encoded
 SIDES = ("chosen", "rejected")
 LARGEST_MARGIN = 1e6
 """Margins are stored as float32, in which 1e39 would be infinite."""
-# Token weights that carry the label of a labelled answer through batches; those of mismatched answers are 1.
+# Token weights that carry the label of a labelled answer through batches; mismatched answers have weight 1.
 DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers, each after the same prompt; only the answers are trained."""
+    """Two answers, each with the same prompt before it; only the answers are trained."""
 
     chosen: Turns | Text
     rejected: Turns | Text
@@ -163,7 +163,7 @@ def _find_common_start(answers: Sequence[Any], where: str) -> Any:
 
 
 def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
-    """Raise UserError unless the answers begin with the field's prompt, or, without one, with any common prompt."""
+    """Raise UserError unless the answers begin with the field's prompt or, without one, with a common prompt."""
     if not common and field_prompt in (None, []):
         raise UserError(f"{where}: chosen and rejected have no common prompt; begin both with the same prompt")
     common_texts, field_texts = (
@@ -175,9 +175,9 @@ def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
 
 
 def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:
-    """Join both documents of a pair to one row of at most `max_length` tokens, if that is possible.
+    """Join both documents of a pair into one row of at most `max_length` tokens, if possible.
 
-    Excess tokens are cut from the beginning of the prompt, equally from both documents, which keep the
+    Excess tokens are cut from the beginning of the prompt, the same number in both documents, which keep the
     beginning-of-text token `first`. Answers, and prompts with images, are never cut.
     """
     excess = len(chosen.input_ids) + len(rejected.input_ids) - max_length
@@ -210,7 +210,7 @@ def join_labelled(
 ) -> list[Encoded]:
     """Return rows of two documents: a prompt with its answer, and the same prompt with the previous row's answer.
 
-    The first row takes the answer of the last. As in `join_pair`, prompts are cut in rows longer than `max_length`.
+    The first row takes the last row's answer. As in `join_pair`, prompts are cut in rows longer than `max_length`.
     """
     starts = [next((at for at, weight in enumerate(each.trained) if weight), len(each.trained)) for each in answers]
     rows = []

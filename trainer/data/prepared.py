@@ -27,7 +27,7 @@ class Prepared:
     images: ImageReader | None = None
     """The processor of a model that is trained on images."""
     adapters: "tuple[Prepared, ...]" = ()
-    """The results of each of `adapters` when several are trained together; these are those of the first."""
+    """Results for each of `adapters` if several are trained together; this object has the first one's."""
 
 
 def has_images(prepared: Prepared) -> bool:

@@ -24,13 +24,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 NO_TEXT = ("type", "index")
 # Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-# Forms of prompts (see `find_prompt_form`): of texts, and of prompts with completions.
+# Forms of prompts (see `find_prompt_form`): for texts, and for prompts with completions.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the form of chat templates; `weights` has the weights of turns other than 1."""
+    """A conversation in the form that chat templates read; `weights` has the turn weights that are not 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -197,7 +197,7 @@ def _read_turns(
 ) -> Turns:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
-    `parts` are (list of turns, column, name in messages, whether the turns have a loss).
+    `parts`: (list of turns, column, name in messages, whether the turns have a loss).
     """
     images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
@@ -290,7 +290,7 @@ def _read_message(
 
 
 def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
-    """Return the weights other than 1 by turn, counted from `first`. Raises UserError unless all are in [0, 1]."""
+    """Return the turn weights that are not 1; turns count from `first`. Raises UserError unless all are in [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -306,7 +306,7 @@ def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
 
 
 def _read_content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
-    """Return a text, or OpenAI's list of parts joined to one text, with IMAGE for each image."""
+    """Return a text, or OpenAI's list of parts joined into one text, with IMAGE for each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
@@ -349,7 +349,7 @@ def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
-    """Return a list that may be a JSON string, as in a cell of a CSV file."""
+    """Return a list, which may be given as a JSON string, as in CSV files."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parse_json(value, f"{name} is", where)
     if not isinstance(value, list):

@@ -34,7 +34,7 @@ class Sample:
 class Samples:
     """An indexable view of memory-mapped documents: sample i has the documents `members[starts[i]:starts[i + 1]]`.
 
-    With the weights of a mix, a document may be in several samples. If `packed`, samples may have several documents,
+    With mix weights, a document may be in several samples. If `packed`, samples may have several documents,
     which batches must keep separate.
     """
 
@@ -74,7 +74,7 @@ class Samples:
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
     def image_chunks(self) -> Iterator[list[bytes]]:
-        """Yield lists of the distinct images of all documents, held out or not."""
+        """Yield the images of all documents, held out or not, in lists without duplicates."""
         for chunk in self._documents.column("images").chunks:
             yield chunk.flatten().unique().to_pylist()
 
@@ -97,7 +97,7 @@ def _to_numpy(array: Array) -> NDArray[Any]:
 
 
 Gather = Callable[[Any], list[Any]]
-"""Returns the objects of all ranks, on every rank."""
+"""Gathers one object per rank; every rank gets the list."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SampleStream:
 
 
 def split_row_length(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of a row's documents: both of a pair, the second with `rejected` tokens, or a single one."""
+    """Return a row's document lengths: a single one, or both of a pair, the second being `rejected`."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 
@@ -140,7 +140,7 @@ def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]
 
 
 def join_samples(samples: list[Sample]) -> Sample:
-    """Concatenate samples to one sequence; `document_lengths` separates their documents."""
+    """Concatenate samples into one sequence; `document_lengths` separates their documents."""
     if len(samples) == 1:
         return samples[0]
     images = [document for sample in samples for document in sample.images or ((),) * len(sample.document_lengths)]

@@ -1,7 +1,7 @@
 """Compute the common prompt of a pair only once.
 
 A pair becomes two documents of a flat batch, (prompt, chosen answer) and (last token of the prompt, rejected answer).
-The positions of the second continue those of the prompt, and its attention also reads the prompt's keys and values.
+The second document's positions continue the prompt's, and its attention also reads the prompt's keys and values.
 The last token of the prompt is repeated because it predicts the first token of both answers.
 """
 
@@ -15,13 +15,13 @@ import torch
 from trainer.data.samples import Sample, Samples, split_documents
 
 WORTH_SHARING = 0.1
-"""Least fraction of tokens saved at which prompts are shared by default: below, copying keys and values, and attention
-over documents of different lengths, may cost more."""
+"""Minimum fraction of saved tokens at which prompts are shared by default: below it, copying keys and values, and
+attention over documents of different lengths, may cost more."""
 _MEASURED_SAMPLES = 1000
 
 
 def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
-    """Return the number of leading tokens of both answers that are computed only once."""
+    """Return the number of leading tokens that both documents can share."""
     answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
     shortest = max(0, min(answer - 1, len(chosen.input_ids)))
     equal = np.asarray(chosen.input_ids[:shortest]) == np.asarray(rejected.input_ids[:shortest])
@@ -29,7 +29,7 @@ def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
 
 
 def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """Remove the shared part from rejected documents; return all documents, and the length of the part for each."""
+    """Remove the shared prefix from rejected documents; return all documents with their removed prefix lengths."""
     shortened, shared = [], []
     for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
         at = count_shared_tokens(chosen, rejected)

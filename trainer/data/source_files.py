@@ -17,21 +17,21 @@ SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items(
 
 
 def describe_source(source: SourceSection, label: str) -> str:
-    """Return the source as configured, to begin a message with; `label` may be an option or a setting."""
+    """Return `SETTING=PATH` for the beginning of a message; `label` may be an option or a setting."""
     return f"{label}{'.path' if label.startswith('dataset') else ''}={shown(source.path)}"
 
 
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
-    """Build the source for the path in an option or another setting, which `label` names in errors."""
+    """Build a source from the path in an option or setting, which `label` names in errors."""
     try:
-        # Not through the constructor, which reads the name `none` as no path.
+        # Set the path afterwards: the constructor reads the name `none` as no path.
         return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
     except ValueError as error:
         raise UserError(f"{label}={shown(path)}: {error}") from None
 
 
 def read_template(configured: str) -> str:
-    """Return the template in dataset.chat_template, or in the file that it names. Raises UserError without one."""
+    """Return the template that dataset.chat_template contains or names as a file. Raises UserError if there is none."""
     if "{" in configured:
         return configured
     if not configured.strip():

@@ -67,7 +67,7 @@ def read_source(
 
 
 def _disable_decoding(feature: Any) -> Any:
-    """Return a column type whose images are bytes or paths, without decoding by the datasets library."""
+    """Return a column type whose images the datasets library leaves undecoded, as bytes or paths."""
     from datasets import Image, List
 
     if isinstance(feature, Image):
@@ -129,7 +129,7 @@ def find_local_path(source: SourceSection, label: str) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         _refuse_if_local(source, path, where)
         return None
-    except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a NUL byte
+    except (OSError, ValueError) as error:  # no permission, a name that is too long, a symlink loop, a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -226,7 +226,7 @@ def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label
 
 
 def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:
-    """Return the UserError for files that could not be read, or the error itself if it is ours."""
+    """Return the error to raise for unreadable files: a UserError, or OSError if the disk is full."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

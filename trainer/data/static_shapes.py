@@ -1,6 +1,6 @@
 """Pad micro-batches to a few shapes, for which captured CUDA graphs can be replayed.
 
-B rows, L tokens per row, D documents of a flat pack, K positions per row with an output head.
+B rows, L tokens per row, D documents of a flat pack, K positions per row for the output head.
 """
 
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ class StaticShape:
     targets: int
     packed: bool = False
     documents: int = 0
-    """Documents, D, if the batch has `cu_seqlens`."""
+    """Number of documents, D, if the batch has `cu_seqlens`."""
     longest: int = 0
-    """Upper bound of the documents' lengths, if the batch has `cu_seqlens`."""
+    """Upper bound of the document lengths, if the batch has `cu_seqlens`."""
 
     def holds(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""

@@ -5,7 +5,7 @@ import math
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 
 ENOUGH_STEPS = 100
-"""Least number of steps with `global_batch_size: auto`, if the data has that many samples."""
+"""Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
 
@@ -32,7 +32,7 @@ def global_batch(training: TrainingSection, world_size: int) -> int:
 
 
 def warmup_steps(training: TrainingSection, total: int) -> int:
-    """Return the number of warm-up steps; a ratio never includes the last step."""
+    """Return the number of warm-up steps; `warmup_ratio` never includes the last step."""
     if training.warmup_steps is not None:
         return training.warmup_steps
     return min(math.ceil(training.warmup_ratio * total), total - 1)
@@ -42,8 +42,8 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
     """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation.
 
     `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, with at least ENOUGH_STEPS steps. It depends on
-    the number of ranks only if that is larger, or not a power of two. A micro-batch that does not divide a rank's part
-    is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
+    the number of ranks only if that exceeds it, or is not a power of two. A micro-batch that does not divide a rank's
+    part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:
@@ -120,7 +120,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
 
 
 def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings that do not fit the number of steps. Raises UserError for too long a schedule."""
+    """Return warnings about settings that do not fit the number of steps. Raises UserError for an overlong schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:

@@ -26,7 +26,7 @@ from trainer.data.source_files import describe_source
 from trainer.data.sources import no_records_error, read_rows, read_source
 
 BLOCK_ROWS = 64
-# Number of records from which a shuffled stream draws the next one.
+# Number of records in the buffer from which a shuffled stream draws.
 SHUFFLE_BUFFER = 10_000
 # Number of documents that a packed stream packs together.
 PACKING_WINDOW = 1_000
@@ -107,7 +107,7 @@ class SourceStream:
             state["block"], state["taken"] = state["block"] + 1, 0
 
     def _get_block(self, number: int) -> Block | None:
-        """Return a block, or None after the last. All ranks raise a UserError of any rank, in the same step."""
+        """Return a block, or None after the last. A UserError on one rank is raised on all, in the same step."""
         if number not in self._blocks:
             local = number + self._rank
             self._blocks = dict(self._gather((local, self._build_block(local))))
@@ -206,7 +206,7 @@ class MixedStream:
 
 
 class PackedStream:
-    """Packs `PACKING_WINDOW` documents at a time; skips the first `packs_yielded` packs of the first window."""
+    """Packs `PACKING_WINDOW` documents at a time, skipping the first `packs_yielded` packs of the first window."""
 
     def __init__(self, documents: MixedStream, max_length: int, packs_yielded: int) -> None:
         self._documents, self._max_length, self._packs_yielded = documents, max_length, packs_yielded
@@ -223,7 +223,7 @@ class PackedStream:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far, including those of the current window."""
+        """Number of skipped records per source so far, including the current window."""
         return self._documents.skipped
 
     def state_dict(self) -> State:

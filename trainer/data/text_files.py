@@ -23,7 +23,7 @@ from trainer.data.formats import describe_type
 
 RAW = "zerolora_record"
 SEPARATORS = ",;\t|"
-# Lines of a CSV file used to find its separator.
+# Number of lines used to detect a CSV file's separator.
 _SNIFFED_LINES = 20
 csv.field_size_limit(sys.maxsize)  # an answer in a cell may be longer than the default limit, 128 KiB
 
@@ -111,7 +111,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
 
 
 def _decode(line: bytes, place: str, offset: int) -> str:
-    """Decode a line, or return a _BadLine if it is not text; `offset` is that of its first byte in the file."""
+    """Decode a line, or return a _BadLine if it is not text; `offset` is the file position of its first byte."""
     if (at := line.find(b"\0")) >= 0:
         problem = f"has a NUL byte (offset {offset + at})"
         return _BadLine(f"{place} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
@@ -150,7 +150,7 @@ def _json_records(file: Path, where: str) -> Iterator[str]:
     nonblank = ((number, line) for number, line in lines if line.strip())
     number, first = next(nonblank, (0, ""))
     begin = first.strip()
-    # The first line of an object over several lines.
+    # The first line of an object that spans several lines.
     is_multiline = begin == "{" or (begin.endswith(("[", "{", ",")) and begin.count('"') % 2 == 0)
     is_single = begin.startswith("[") or (begin.startswith("{") and is_multiline)
     second = None if is_single else next(nonblank, None)
@@ -200,7 +200,7 @@ def _json_items(value: Any, file: Path, where: str) -> Iterator[str]:
 
 
 def _csv_records(file: Path, where: str) -> Iterator[str]:
-    """Yield records of the cells as text, under the names in the first line."""
+    """Yield a record per row: cells as text, with the first line as their names."""
     lines = _read_lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
     separator = "\t" if get_data_suffix(file) == ".tsv" else detect_separator(sniffed)

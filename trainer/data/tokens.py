@@ -13,13 +13,13 @@ from trainer.data.records import Text
 
 Span = tuple[int, int]
 WeightedSpan = tuple[int, int, float]
-# Description in warnings.
+# Text for warnings.
 LOST_END = "no token that ends the last answer, so the model does not learn to stop"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document, or both of a pair: token ids, their weights in the loss, and the parts of the record lost."""
+    """One document, or both of a pair: token ids, their weights in the loss, and the record's `lost` parts."""
 
     input_ids: list[int]
     trained: list[float]
@@ -37,7 +37,7 @@ def encode_spans(
     spans: Sequence[Sequence[WeightedSpan]],
     where: Sequence[str],
 ) -> list[Encoded]:
-    """Tokenize texts and give tokens with characters in a span the span's weight; add no special tokens.
+    """Tokenize texts without adding special tokens; tokens that overlap a span get its weight.
 
     Raises UserError if the trained tokens do not decode to the spans' text.
     """
@@ -100,10 +100,10 @@ def find_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and last + 1 character of each token, without gaps.
+    """Return the start and end of each token in characters, without gaps.
 
-    Byte-level tokenizers may report a token without its white space, such as (5, 5) for a line break. Tokens still
-    cover the text, so each starts no later than the end of the previous one.
+    Byte-level tokenizers may report a token without its white space, such as (5, 5) for a line break. Since tokens
+    cover the whole text, each is made to start no later than the end of the previous one.
     """
     # Three times as fast as np.asarray.
     pairs = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
@@ -122,7 +122,7 @@ def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, w
     if expected == actual:
         return
     # Tokenizers that change the text (lower case, unknown characters) are compared with their own decoding. The first
-    # and last token may extend beyond the span, but not lie outside.
+    # and last token may extend beyond the span, but must overlap it.
     alone = decoded(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     before = actual.find(alone)
     after = len(actual) - before - len(alone)

@@ -20,16 +20,16 @@ from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
 
 FIRST_FRAME = "an image with several frames, of which only the first is used"
-"""Description in warnings."""
+"""Text for warnings."""
 Edit = tuple[int, int, str]
 Span = tuple[int, int, float]
 Inputs = dict[str, Any]
 TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments of models that are 1 at image tokens."""
+"""Model arguments that are 1 at image tokens."""
 
 
 class ImageReader:
-    """The processor of a model of text and images, without its video part; can be pickled for workers."""
+    """A vision-language model's processor, without its video part; can be pickled for workers."""
 
     def __init__(self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> None:
         self._arguments = processor_class, image_processor, tokenizer, settings
@@ -57,7 +57,7 @@ class ImageReader:
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     def find_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
-        """Return the position of each image in a rendered text with its tokens, and whether any image is animated.
+        """Return the replacement of each image placeholder in a text, and whether any image is animated.
 
         Raises UserError for an image that cannot be read, and a text with more or fewer placeholders than images.
         """
@@ -157,7 +157,7 @@ class ImageInputs:
     type_name: str | None
     """Argument of the model that is 1 at image tokens."""
     window: int
-    """Width of the sliding attention in tokens, for models with `type_name`."""
+    """Sliding-window size in tokens, for models with `type_name`."""
     in_all_layers: bool
     """Whether the tokens of an image attend to each other in all layers, not only in those with sliding attention."""
     rope: Callable[..., Any] | None
@@ -172,7 +172,7 @@ class ImageInputs:
         return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
 
     def build(self, batch_ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
-        """Return the image inputs of rows with the token ids and positions of a micro-batch."""
+        """Return the image inputs of a micro-batch with these token ids, positions and rows."""
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}
@@ -189,7 +189,7 @@ class ImageInputs:
         if self.rope is not None:
             assert grids is not None
             positions = self._compute_positions(batch_ids, position_ids, rows, grids)
-            # transformers finds the documents of a pack by a fourth row.
+            # transformers finds the documents of a pack by the text positions, an additional first row.
             inputs["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return inputs
 
@@ -212,7 +212,7 @@ class ImageInputs:
     def _compute_positions(
         self, batch_ids: torch.Tensor, text_positions: torch.Tensor | None, rows: Sequence[Sample], grids: torch.Tensor
     ) -> torch.Tensor:
-        """Return positions [3, B, L] from 0 in each document; flat batches have all rows in one."""
+        """Return positions [3, B, L] that start at 0 in each document; a flat batch has all `rows` in one row."""
         assert self.rope is not None
         if text_positions is None:
             text_positions = torch.arange(batch_ids.shape[1]).expand_as(batch_ids)

@@ -288,11 +288,11 @@ class JointRun:
 
     def _micro_step(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
-        penalized: int,
+        penalty_scale: int,
     ) -> None:  # fmt: skip
         """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
 
-        `penalized` is the number of micro-steps if this is the last one, which adds the penalties of the SCU, else 0.
+        `penalty_scale` is the number of micro-steps in the last one, which adds the SCU's penalties, and else 0.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
@@ -310,8 +310,8 @@ class JointRun:
             # Every buffer has a gradient on every rank, including those of inactive adapters.
             total = total + sum(flat.buffers[number].narrow(0, 0, 0).sum() for number in inactive)
             for number, member in enumerate(active):
-                if penalized and (steering := member.run.steering) is not None:
-                    total = total + steering.penalty(member.run.position.step + 1) * penalized
+                if penalty_scale and (steering := member.run.steering) is not None:
+                    total = total + steering.penalty(member.run.position.step + 1) * penalty_scale
                     sums[number, 2] = steering.measured_local()
             with phase("backward"):
                 engine.backward(total)

@@ -1,4 +1,4 @@
-"""Activations of a micro-batch, from those of a layer of each kind, and the memory of the loss.
+"""Activation memory of a micro-batch, from one observed layer of each kind, and memory of the loss.
 
 T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
 """
@@ -17,7 +17,7 @@ from trainer.model.targets import find_non_text_modules
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
-"""Bytes per logit at the peak: log-probabilities, their gradient and that of the logits, 32 bits each."""
+"""Bytes per logit at the peak: log-probabilities, their gradient and the logits' gradient, 32 bits each."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Work:
     fused_loss: bool
     training: TrainingSection
     reference_rows: int = 0
-    """Rows of reference text; their separate forward pass is kept until the backward pass of both."""
+    """Rows of reference text; activations of their separate forward pass are kept until the backward pass."""
     host_room: int | None = None
-    """Bytes of host memory for offloaded activations; None: any amount."""
+    """Bytes of host memory for offloaded activations; None: unlimited."""
 
     @property
     def larger_pass(self) -> int:
@@ -69,9 +69,9 @@ class Activations:
 
 
 def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
-    """Return the bytes of one image tower layer in a pass over `image_tokens`, and the bytes that training keeps.
+    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes that training keeps.
 
-    A layer counts as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
+    A layer is counted as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = [each for path in find_non_text_modules(base) for each in base.get_submodule(path).modules()]

@@ -9,7 +9,7 @@ MAX_SUGGESTIONS = 3
 def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Choice]:
     """Return up to three changes that need less memory.
 
-    Single changes that fit come first, then a combination that fits, then the changes that save most.
+    Single changes that fit come first, then a combination that fits, then the changes that save the most.
     """
     needed = planner.estimate(config).needed
     choices = (planner.try_changes(config, changes) for changes in _list_candidates(planner, config, memory))
@@ -49,7 +49,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
     candidates: list[Changes] = []
     if training.batch_size > 1:
         limit = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
+        changes = find_smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
@@ -79,7 +79,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
 
 
 def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[Choice]) -> list[Choice]:
-    """Combine single changes one after the other until the configuration fits; return none if it never does."""
+    """Combine single changes one by one until the configuration fits; return an empty list if it never does."""
     changes: Changes = {}
     for single in singles:
         stages = [settings["zero.stage"] for settings in (changes, single.changes) if "zero.stage" in settings]
@@ -90,7 +90,7 @@ def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: 
     return []
 
 
-def smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
+def find_smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
     """Return the largest micro-batch up to `limit` that keeps the global batch, with its accumulation."""
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(limit, batch_size)), 0, -1) if rows % size == 0)

@@ -1,4 +1,4 @@
-"""The memory of one rank: permanent state, the additions of a micro-step, and their peak.
+"""The memory of one rank: permanent state, additional memory of a micro-step, and their peak.
 
 `peak` predicts torch.cuda.max_memory_allocated(). The driver reports more: the CUDA context, NCCL's buffers, and memory
 that torch's allocator has reserved without using it.
@@ -28,13 +28,13 @@ from trainer.memory.stored_weights import (
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
-"""cuBLAS uses a workspace of 32 MiB on GPUs of compute capability 9.0, for the forward and the backward thread."""
+"""cuBLAS uses a 32 MiB workspace (compute capability 9.0) in each of the forward and backward threads."""
 CONTEXT = 3 * GIB // 4
 """CUDA context, kernels and NCCL's buffers, not counted by torch."""
 FRAGMENTATION = 0.04
 """Memory that torch's allocator reserves beyond the peak, as a fraction of the peak."""
 EIGHT_BIT_FLOOR = 4096
-"""Elements; bitsandbytes keeps the moments of smaller tensors in 32 bits."""
+"""Number of elements below which bitsandbytes keeps a tensor's moments in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of one rank; `work` is None without a head.
 
-    `tower`: bytes that an image tower needs before the language model runs.
+    `tower`: bytes that a vision tower needs before the language model runs.
     """
     scales = resident_bytes(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
@@ -109,7 +109,7 @@ def estimate(
             "backward of a layer": activations.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
-        "image tower": {"activations of the tower": tower},
+        "vision tower": {"activations of the tower": tower},
         "gradients": {"reduction": reduction_bytes(shapes, placement)},
         "step": {"optimizer step": update_bytes(shapes, placement)},
     }
@@ -127,7 +127,7 @@ def trained_weight_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of gradients accumulated from earlier micro-steps, partitioned from stage 2 on.
+    """Return the bytes of gradients accumulated from earlier micro-steps, partitioned at stage 2 or higher.
 
     DeepSpeed's own stage 3 always allocates them, on the host if the optimizer is offloaded.
     """
@@ -146,7 +146,7 @@ def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
 
 
 def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of master weights (4 each) and moments, partitioned from stage 1 on.
+    """Return the bytes of master weights (4 each) and moments, partitioned at stage 1 or higher.
 
     32-bit training at stage 0 has no master weights. Offloading leaves a gradient buffer for the largest tensor on the
     GPU.

@@ -1,4 +1,4 @@
-"""Decisions of a run before a weight is loaded: kernels, kept tensors and memory layout.
+"""Decisions made before any weight is loaded: kernels, kept tensors and memory layout.
 
 They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
 them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
@@ -10,9 +10,9 @@ from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_obstacle
-from trainer.config.zero import engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.config.zero import engine_zero, find_layer_gather_obstacle, gathers_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
-from trainer.parallel.engine.flat_adapter import why_not_flat
+from trainer.parallel.engine.flat_adapter import find_flat_obstacle
 from trainer.parallel.ranks.group import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
@@ -22,7 +22,7 @@ from trainer.patches.tiled_mlp import AUTO_TILE
 Kernels = Literal["ours", "model"]
 VARLEN = "varlen"
 MIN_TILED_TOKENS = 4 * AUTO_TILE
-"""Tokens per micro-step from which `training.tiled_mlp: auto` uses tiles."""
+"""Minimum tokens per micro-step at which `training.tiled_mlp: auto` uses tiles."""
 T = TypeVar("T")
 
 
@@ -40,13 +40,13 @@ class Machine:
     scan_kernels: bool = False
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank; empty if all are on one."""
+    """The host of each rank; empty if all ranks share one."""
     host_room: int | None = None
-    """Bytes of host memory for the tensors that a rank offloads; None: any amount."""
+    """Bytes of host memory for the tensors that a rank offloads; None: unlimited."""
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Return GPUs with all kernels; those of mamba-ssm only if they are installed here."""
+        """Return a machine with all kernels, except mamba-ssm's if it is not installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
@@ -69,7 +69,7 @@ class Decisions:
     """All decisions that the builder and the estimate share."""
 
     attention: Decision[str]
-    """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
+    """`varlen`, `sdpa`, `eager`, or the value of model.attn_implementation."""
     own_elementwise: Decision[bool]
     """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
     norms: Decision[Kernels]
@@ -94,7 +94,7 @@ class Decisions:
     flat: Decision[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decision[bool]
-    """Whether the optimizer clips gradients and skips steps on the device, without the host."""
+    """Whether the optimizer clips gradients and skips steps on the device, without waiting for the host."""
     cuda_graphs: Decision[bool | None]
     """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
 
@@ -123,7 +123,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
     own_elementwise = _own_elementwise(config, machine)
     norms, swiglu, rotary = (_kernels(part, model, own_elementwise) for part in PARTS)
     zero = engine_zero(config)
-    not_flat = why_not_flat(config)
+    not_flat = find_flat_obstacle(config)
     return Decisions(
         attention=_attention(config, machine, model),
         own_elementwise=own_elementwise,
@@ -299,4 +299,4 @@ def _gather(config: RunConfig) -> Decision[str]:
         return Decision("none")
     if gathers_by_layer(config):
         return Decision("layer")
-    return Decision("module", why_not_by_layer(config) or "as configured")
+    return Decision("module", find_layer_gather_obstacle(config) or "as configured")

@@ -1,7 +1,7 @@
 """Estimate the memory of image models: activations are observed on a model without weights.
 
-It runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention counts
-as flash attention, which keeps no scores.
+The model runs forward and backward once on torch's meta device, counting live tensors except weights. Attention is
+counted as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Activation memory of language models, observed by running their layers without weights on torch's meta device.
 
 One layer of each kind runs forward and backward, with the patches of the real run, while a meter counts the bytes of
-live tensors. Flash attention and mamba-ssm's scan, which keep other tensors on a GPU than on the meta device, are
+live tensors. Flash attention and mamba-ssm's scan, which keep different tensors on a GPU than on the meta device, are
 replaced by functions that keep the same tensors as on a GPU.
 """
 
@@ -36,7 +36,7 @@ MAX_DEQUANTIZED_TOGETHER = 64 << 20
 """Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
 FLASH = "zerolora_observed"
 SCAN = "mamba2_chunk_scan"
-"""Name, in transformers' modeling files, of mamba-ssm's scan."""
+"""Name of mamba-ssm's scan in transformers' modeling files."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
 @replaces("Triton's `JITFunction.run`")
 @contextmanager
 def forbid_triton() -> Iterator[None]:
-    """Raise RuntimeError within the block where a layer would launch a Triton kernel."""
+    """Raise RuntimeError if a layer would launch a Triton kernel within the block."""
 
     def run(*_: Any, **__: Any) -> None:
         raise RuntimeError("its layers launch Triton kernels")
@@ -279,7 +279,7 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
     before = meter.live
     meter.peak, meter.internal = before, 0
     leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
-    inputs = [hidden.detach() + leaf]  # not a leaf, which autograd would keep; popped so that no variable does
+    inputs = [hidden.detach() + leaf]  # not a leaf, which autograd would keep; popped so that no variable keeps it
     others = args[1:] if args else ()
     kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     _Flash.results = 0
@@ -331,7 +331,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """A substitute for mamba-ssm's scan, which saves its inputs and its output."""
+    """A substitute for mamba-ssm's scan that saves the same tensors: its inputs and its output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
-from trainer.memory.advice import smaller_batch
+from trainer.memory.advice import find_smaller_batch
 from trainer.memory.planner import Planner
 
 _CUDA_LIBRARY_ERRORS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -36,7 +36,7 @@ class Recovery:
     def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
         self._config, self._world_size, self._planner = config, world_size, planner
         self.is_updating = False
-        """Whether the optimizer's step has begun, where a smaller micro-batch does not help."""
+        """Whether the optimizer step has begun; a smaller micro-batch does not help there."""
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """Return `launch()`; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
@@ -61,7 +61,7 @@ class Recovery:
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:
             return OutOfMemory(self._describe_fixes(step))
-        new_size, new_accumulation = smaller_batch(size, accumulation, size // 2).values()
+        new_size, new_accumulation = find_smaller_batch(size, accumulation, size // 2).values()
         note = RestartNote(step, new_size, new_accumulation, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
         return OutOfMemory(

@@ -27,12 +27,12 @@ LARGEST_BATCH = 256
 SPARE = 0.05
 """Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
-"""Models without attention that loop over tokens in Python, and the tokens to observe; their memory is linear."""
+"""Models without attention that loop over tokens in Python, and the tokens to observe: memory grows linearly."""
 MIN_HALVED_LENGTH = 256
 """Sequences up to this length are not halved."""
 STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
-"""The stage without a GPU, where memory does not decide."""
+"""ZeRO stage without a GPU, where it does not depend on memory."""
 RECOMPUTATION = "training.gradient_checkpointing"
 LAYERS = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
@@ -57,7 +57,7 @@ class Lengths:
 
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples and of the scu.reference texts; a stream's and None are assumed."""
+        """Return the lengths of prepared samples and scu.reference texts; for a stream or None, assume them."""
         if not hasattr(samples, "lengths"):
             return cls.assume(config)
         tokens, targets = samples.lengths()
@@ -97,7 +97,7 @@ class Planner:
 
     @classmethod
     def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
-        """Build the planner of a run; if `prepared` lacks data, every sequence counts as the maximum length."""
+        """Build the planner of a run; if `prepared` lacks data, assume the maximum length for all sequences."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
@@ -127,7 +127,7 @@ class Planner:
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
 
-        Weights are gathered in the forward and in the backward pass of each micro-step. A ring sums gradients.
+        Weights are gathered in the forward and in the backward pass of each micro-step. Gradients are summed in a ring.
         """
         decided, machine = self.decisions(config), self.machine
         placement = self._placement(config, decided)
@@ -195,9 +195,9 @@ class Planner:
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         """Resolve `auto`: the least recomputation that fits, then the lowest stage, then the largest batch.
 
-        Stages are tried with micro-batch 1 if that is `auto`. If nothing fits, the last stage and micro-batch 1 are
-        chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage 2
-        or the highest that other settings allow, and micro-batch 1.
+        Stages are tried with micro-batch 1 if `batch_size` is `auto`. If nothing fits, the last stage and micro-batch 1
+        are chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage
+        2 or the highest that other settings allow, and micro-batch 1.
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
@@ -265,8 +265,8 @@ class Planner:
         return Work(
             rows=training.batch_size + reference,
             reference_rows=reference,
-            # Without the fused loss, a position with a target in one row has logits in every row. If only the device
-            # can decide, all logits count.
+            # Without the fused loss, a position with a target in one row has logits in every row. If this is decided
+            # on the device, all logits are counted.
             targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
             kernels=kernels,
             own_norms=decided.norms.value == "ours",
@@ -279,7 +279,7 @@ class Planner:
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
-            # Attention sinks without flash attention: counts the model's own code, with the pack as one document.
+            # For attention sinks without flash attention, count the model's own code, with the pack as one document.
             attention = "eager" if self.shapes.properties.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
         return Kernels(
@@ -339,7 +339,7 @@ class Planner:
         )
 
     def _base_states(self, config: RunConfig, decided: Decisions) -> int:
-        """Return the bytes of scu.reference_cache, if the run is long enough to use it and the file's size is known."""
+        """Return the bytes of scu.reference_cache for a run long enough to use it; 0 if its size is unknown."""
         scu = config.scu
         kl = scu.enabled and scu.measure == "kl"
         if not kl or not scu.reference_cache or decided.fused_head.value is False:

@@ -160,7 +160,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the free bytes of the GPU with the least, including its CUDA context; None without a GPU."""
+    """Return the least free bytes of any rank's GPU, plus its CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

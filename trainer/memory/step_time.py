@@ -1,7 +1,7 @@
 """Predict the time of a step on any number of GPUs from measured utilizations and the speed of links.
 
-A layer computes while the weights of the next layer are gathered: a shorter gather only slows down the products, and a
-longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
+A layer computes while the weights of the next layer are gathered: a shorter gather only slows down matrix products, and
+a longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
 """
 
 import math
@@ -19,15 +19,15 @@ from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 REFERENCE_CARD = "H100"
-"""The card with the figures that are assumed, with a note, for cards without measurements."""
+"""The card that stands in, with a note, for cards without measurements."""
 RECOMPUTED_FORWARD = 0.3
-"""Time to recompute a layer's forward pass, divided by that of its whole step, both without attention."""
+"""Time to recompute a layer's forward pass as a fraction of the layer's time in a step, both without attention."""
 SKEW = 0.0035
 """Standard deviation of a rank's step time over its mean; a step takes as long as on the slowest rank."""
 LATENCY_S = 20e-6
-"""Latency of a collective for each doubling of the number of ranks."""
+"""Latency of a collective per doubling of the number of ranks."""
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass divided by those of its forward pass."""
+"""Ratio of attention's FLOPs in the backward pass to those in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _predict_compute(
 def _predict_gathers(
     planner: Planner, config: RunConfig, link: float, network: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds of a micro-step's gathers of weights if nothing else runs."""
+    """Return the seconds of a micro-step's weight gathers if nothing else runs."""
     traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
     near, far = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
     seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)

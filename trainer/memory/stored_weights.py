@@ -21,7 +21,7 @@ class Weight:
 
     elements: int
     packable: bool
-    """Whether it is a matrix that a quantized base packs."""
+    """Whether it is a matrix that is packed in a quantized base."""
     trained: bool
     layer: int
     """Index of its decoder layer; -1 outside of layers."""
@@ -36,7 +36,7 @@ class Weight:
     stored_bits: int = 0
     """Bits of a code if it is stored and kept in FP8 or 4 bits, otherwise 0."""
     stored_scales: int = 0
-    """Bytes that belong to the stored codes."""
+    """Bytes of the scales of the stored codes."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def resident_bytes(size: int, placement: Placement) -> int:
-    """Return the bytes that stay on a rank's GPU of `size` bytes that stage 3 partitions or offloads."""
+    """Return how many of `size` bytes, which stage 3 partitions or offloads, stay on a rank's GPU."""
     return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)
 
 
@@ -192,5 +192,5 @@ def base_shard_size(size: int, placement: Placement) -> int:
 
 
 def shard_size(size: int, placement: Placement, from_stage: int) -> int:
-    """Return a rank's shard of `size` bytes that are partitioned from `from_stage` on."""
+    """Return a rank's shard of `size` bytes that are partitioned at stage `from_stage` or higher."""
     return -(-size // placement.world_size) if placement.zero.stage >= from_stage else size

@@ -29,7 +29,7 @@ from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.ranks.group import set_seed
 
-EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # groups: before and after the index of the expert
+EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # groups: the path before and after the expert's index
 BITS_PER_PARAMETER = 2.0
 """Capacity of a trained parameter (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
 BITS_PER_TOKEN = 1.0
@@ -38,7 +38,7 @@ BITS_PER_TOKEN = 1.0
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Adapted layers of the same name and shape: a row of the table printed at start."""
+    """Adapted layers with the same name and shape: one row of the table printed at start."""
 
     name: str
     shape: str
@@ -58,8 +58,8 @@ def build_lora_config(
     """Build the peft.LoraConfig for the section `lora`.
 
     `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
-    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter;
-    `set_dropout` then sets it.
+    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; in that case call
+    `set_dropout`.
     """
     from peft import LoraConfig
 
@@ -106,8 +106,8 @@ def apply_adapter(
 ) -> Any:
     """Add a new adapter, or load the one at `lora.adapter_path`, to be trained in `dtype`.
 
-    In 16-bit training DeepSpeed keeps 32-bit master weights. LoftQ (Li et al., 2023) initializes the adapter with the
-    quantization error, for which it reads the full-precision weights of `base_model`.
+    In 16-bit training DeepSpeed keeps 32-bit master weights. LoftQ (Li et al., 2023) initializes the adapter from the
+    quantization error, which requires the full-precision weights of `base_model`.
     """
     from peft import get_peft_model
 
@@ -145,7 +145,7 @@ def apply_adapter(
 def apply_adapters(
     model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
 ) -> Any:
-    """Add several new adapters (section, seed), each initialized as if it were alone; `find_choice` lists them."""
+    """Add several new adapters (section, seed), each initialized as if it were the only one; see `find_choice`."""
     # Resolve paths before any layer is wrapped.
     targets = [Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
     excluded = [build_exclusion_pattern(model, lora) for lora, _ in adapters]
@@ -180,9 +180,9 @@ def _apply_loftq(adapted: Any, base_model: str) -> None:
 
 
 def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the layers to train rows of for new tokens: the embedding and an untied head.
+    """Return the paths of the layers that need trainable rows for new tokens: the embedding and an untied head.
 
-    Omits layers with an adapter or trained in full. Raises UserError if PEFT cannot train the rows.
+    Omits layers that have an adapter or are trained in full. Raises UserError if PEFT cannot train the rows.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -203,7 +203,7 @@ def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError if rows for new tokens cannot be trained; the model may be empty."""
+    """Raise UserError if the rows of new tokens cannot be trained; the model may be empty."""
     layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
@@ -218,7 +218,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter adds biases to layers without one, which cannot be merged."""
+    """Return a warning if the initial adapter adds biases to layers without one, where they cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -235,12 +235,12 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count trainable and all parameters; a packed weight counts with its unpacked size."""
+    """Count trainable and all parameters; packed weights count with their unpacked size."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
-            continue  # count its views, PEFT's parameters
+            continue  # its views, which are PEFT's parameters, are counted instead
         size = model_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
@@ -266,7 +266,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
 
 
 def list_rank_warnings(lora: LoraSection) -> list[str]:
-    """Return a warning if the adapter at `lora.adapter_path` has another rank."""
+    """Return a warning if the adapter at `lora.adapter_path` has a different rank than `lora.r`."""
     path = Path(lora.adapter_path or "")
     if not lora.adapter_path or not path.is_dir() or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
         return []
@@ -294,7 +294,7 @@ class GradientCheck:
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # only other views of the flat buffer have a gradient
+            if grad is None:  # only other views of the flat buffer got a gradient
                 return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
@@ -340,7 +340,7 @@ class GradientCheck:
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
     """Return a warning if the data has more information than the adapter can store.
 
-    LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
+    In that case LoRA falls behind full fine-tuning (Schulman et al., "LoRA Without Regret", 2025).
     """
     capacity, information = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * trained_tokens
     if capacity >= information:

@@ -17,7 +17,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""Options of `generate` for greedy decoding; they override those of the base."""
+"""Options of `generate` for greedy decoding; they override the base's generation settings."""
 
 
 @phase("generate")
@@ -52,7 +52,7 @@ def generate_texts(
 
 
 def needs_synced_passes(engine: Engine) -> bool:
-    """Return whether forward passes gather weights, so that ranks must stop generating together."""
+    """Return whether forward passes gather weights, so all ranks must stop generating at the same time."""
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
@@ -80,7 +80,7 @@ def encode_prompt(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: those of the model, the tokenizer and the chat template.
+    """Return the tokens that end an answer, according to the model, the tokenizer and the chat template.
 
     An adapter trained on conversations ends its turns with the template's token, not with the end-of-text token.
     """

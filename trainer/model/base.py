@@ -109,7 +109,7 @@ def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     name = section.tokenizer or base_model
     tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
-        # transformers does not save it; without it the reloaded tokenizer places spaces differently.
+        # transformers does not save `legacy`, without which the reloaded tokenizer places spaces differently.
         tokenizer.init_kwargs["legacy"] = tokenizer.legacy
     if section.added_tokens:
         tokenizer.add_tokens(list(section.added_tokens))
@@ -132,7 +132,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise build_missing_tokenizer_error(
             setting, name
-        )  # for some models transformers builds an empty tokenizer without files
+        )  # without files transformers builds an empty tokenizer for some models
     return tokenizer
 
 
@@ -161,7 +161,7 @@ def context_length(model_config: Any) -> int | None:
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether the model can compute positions beyond `context_length`, rather than look them up in a table."""
+    """Return whether positions are computed and may exceed `context_length`, rather than looked up in a table."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 
@@ -191,7 +191,7 @@ def load_base_model(
     check_kind(base_model, config, may_score=section.has_score)
     config.use_cache = False
     if hasattr(config, "rescale_every") and not unpack:
-        # In evaluation, RWKV divides the base weights in place, even packed ones, but not the adapters.
+        # In evaluation mode RWKV rescales the base weights in place, even packed ones, but not the adapters.
         config.rescale_every = 0
     if attention is None and has_soft_cap(config):
         attention = "eager"

@@ -24,7 +24,7 @@ ROWS_PER_CHUNK = 4096  # a 32-bit copy of a whole weight would take four times t
 
 
 class FrozenLinear8bit(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with a weight of 8-bit values [O,I] and one scale per `block`.
+    """A frozen linear layer (an nn.Linear to PEFT) with 8-bit weight values [O,I] and one scale per `block`.
 
     With `exact`, products are computed in 16 bits from dequantized weights.
     """
@@ -66,17 +66,17 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def row_scale(self) -> torch.Tensor:
-        """Scales [O], if there is one per row."""
+        """Scales [O]; requires one scale per row."""
         return self.scales.view(-1)
 
     @property
     def packed(self) -> ops.EightBitWeight:
-        """The weight for operators that multiply in 8 bits."""
+        """The weight in the form of operators that multiply in 8 bits."""
         return ops.EightBitWeight(self.weight, self.row_scale)
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """The weight for operators that dequantize it."""
+        """The weight in the form of operators that dequantize it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trainer.model.older_names import keep_target_names
 
 @replaces("the adapter of a tensor of experts")
 class ParamWrapper(lora.ParamWrapper):
-    """PEFT's adapter of one expert tensor; the outermost of nested ones runs the experts.
+    """PEFT's adapter of one expert tensor. If several are nested, the outermost one runs the experts.
 
     PEFT recognizes the class by its name.
     """
@@ -68,7 +68,7 @@ class ParamWrapper(lora.ParamWrapper):
         if not adapters:
             plain: Tensor = layer(x, *args, **kwargs)
             return plain
-        # Call it as a module, so that hooks gather what ZeRO-3 has partitioned.
+        # Call it as a module, so that ZeRO-3's hooks gather its parameters.
         attributes, before = vars(layer), vars(layer).get("forward")
         attributes["forward"] = partial(adapted_forward, layer, adapters)
         try:
@@ -90,7 +90,7 @@ def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Set the dropout of all adapters; PEFT refuses to if one of them is on a parameter."""
+    """Set the dropout of all adapters, which PEFT refuses to do if one of them targets a parameter."""
     for layer in adapted.modules():
         computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
         if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:

@@ -1,8 +1,8 @@
 """The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes it if it supports the activation, which is detected by trial. Other experts are
-computed one by one in plain torch, with the model's own code between the products.
-Legend: T tokens, K experts per token, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
+The operator `ops.experts_mlp` computes it if it supports the activation, which is found by trial. Other experts run one
+by one in plain torch, with the model's own code between the products.
+Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Adapter:
 def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Compute `experts` from the arguments of its forward, with adapters by tensor name."""
+    """Compute the output of `experts`, given the arguments of its forward, with `adapters` by tensor name."""
     compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
@@ -125,7 +125,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """The activation between the two products of experts, as the operator names it."""
+    """The activation between the two matrix products of an expert, under the operator's name."""
 
     name: Activation
     interleaved: bool = False
@@ -147,7 +147,7 @@ def _try_activations(experts: Any) -> ExpertActivation | None:
     has_gate, has_norm = getattr(experts, "has_gate", True), getattr(experts, "has_post_expert_norm", False)
     if not has_gate or has_norm or takes_all_tokens(experts):
         return None
-    u = torch.linspace(-30.0, 30.0, 241, device="cpu").repeat(2)[: 2 * 240].view(2, 240)  # beyond any limit
+    u = torch.linspace(-30.0, 30.0, 241, device="cpu").repeat(2)[: 2 * 240].view(2, 240)  # exceeds any clamping limit
     with torch.no_grad(), torch.device("cpu"):
         output = experts._apply_gate(u)
         halves, pairs = u.chunk(2, dim=-1), (u[..., ::2], u[..., 1::2])
@@ -177,7 +177,7 @@ def run_in_torch(
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
-    # On the meta device (memory estimate) one expert computes all rows.
+    # On the meta device (memory estimate) the first expert computes all rows.
     counts = [len(expert_S)] if expert_S.is_meta else torch.bincount(expert_S, minlength=experts.num_experts).tolist()
     token_S = order_S // index_TK.shape[-1]
     up_product, down_product = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))

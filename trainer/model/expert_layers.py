@@ -1,6 +1,6 @@
 """The fused experts of MoE models in transformers: one module per layer, one tensor per matrix of all experts.
 
-`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have no gate but `up_proj`.
+`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have `up_proj` and no gate.
 Legend: E experts, H hidden, I width of an expert.
 """
 
@@ -24,7 +24,7 @@ TOP_K_NAMES = (
     "moe_top_k",
     "top_k",
 )
-"""Names of the setting for experts per token in configurations."""
+"""Names that configurations use for the number of experts per token."""
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -59,12 +59,12 @@ def expert_names(module: nn.Module) -> list[str]:
 
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Return the unpacked, unpartitioned shape of a tensor of experts: [E, out, in], or [E, in, out]."""
+    """Return the unpacked, unpartitioned shape of an expert tensor: [E, out, in], or [E, in, out] if transposed."""
     return tuple(model_shape(getattr(module, name)))
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Return whether each expert gets all tokens, as in Llama 4, with zeros for those not routed to it."""
+    """Return whether each expert gets all tokens, as in Llama 4, with zeros in place of tokens not routed to it."""
     return type(module).__name__ == "Llama4TextExperts"
 
 

@@ -1,7 +1,7 @@
 """Select the tensors of fused experts that get an adapter, and the rank of their adapters.
 
 PEFT lists them in `target_parameters`. Its translation of older names (peft#3711) is not used: it mistakes gate_proj,
-up_proj and down_proj of dense layers and shared experts for those of routed experts, and drops them.
+up_proj and down_proj of dense layers and shared experts for parts of routed experts, and drops them.
 """
 
 import re
@@ -29,11 +29,11 @@ from trainer.parallel.engine.partitioned import whole_shape
 UNSUPPORTED_INITS = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
 LOAD_BALANCING = "load_balancing_loss_func"
-"""Name of the load-balancing loss function in modeling files of transformers."""
+"""Name of the load-balancing loss function in transformers' modeling files."""
 
 
 def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
-    """Return the paths of the expert tensors that get an adapter; `outside_text` matches paths to leave out."""
+    """Return the paths of the expert tensors that get an adapter; `outside_text` is a pattern of paths to omit."""
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
@@ -70,7 +70,7 @@ def is_router(module: nn.Module) -> bool:
 
 
 def list_aliases(path: str, name: str) -> list[str]:
-    """Return all names by which settings may refer to an expert tensor; `*` stands for the index of an expert."""
+    """Return all names by which settings may refer to an expert tensor; `*` stands for the expert's index."""
     parts = [name, *USUAL_NAMES[name]]
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 

@@ -1,6 +1,6 @@
 """4-bit linear layers (bitsandbytes NF4 or FP4) that save memory under ZeRO-3.
 
-The autograd Function of bitsandbytes saves a view of the packed weight. Under ZeRO-3 that view pins the gathered weight
+bitsandbytes' autograd Function saves a view of the packed weight. Under ZeRO-3 that view pins the gathered weight
 of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved: its data is
 freed with the partition and gathered again before the backward pass reads it. The dequantized weight is never saved.
 """
@@ -28,7 +28,7 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
     """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
     On a CPU bitsandbytes 0.50.2 uses the wrong scales if rows do not consist of whole blocks (10 to 16 % error for rows
-    of 64 in blocks of 128). Those weights are dequantized here.
+    of 64 with blocks of 128). Those weights are dequantized here.
     """
     has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or has_whole_blocks:
@@ -42,10 +42,10 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
 
 
 class Params4bit(bnb.nn.Params4bit):
-    """The packed weight of bitsandbytes, with a `to` that returns `self` if the device does not change.
+    """bitsandbytes' packed weight, with a `to` that returns `self` if the device does not change.
 
     PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
-    PEFT checks the name of the class.
+    PEFT checks the class name.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
     "internvl",
 )  # fmt: skip
-"""Supported model types; tests compare their losses with those of transformers and PEFT."""
+"""Supported model types; tests compare their losses with transformers and PEFT."""
 
 
 def load_image_reader(
@@ -63,7 +63,7 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     except (OSError, ImportError):
         # Without preprocessor_config.json, or torchvision if the processor needs it, train on text alone.
         return None
-    except Exception as error:  # invalid values raise many types
+    except Exception as error:  # invalid values raise many types of errors
         raise build_load_error("base_model", base_model, error) from None
     try:
         settings, _ = processor_class.get_processor_dict(base_model, revision=revision)
@@ -85,9 +85,9 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the model's `reader`, or None without one.
+    """Return the images of `--image` for the model's `reader`, or None without `--image`.
 
-    Raises UserError for missing images, or if the model reads none.
+    Raises UserError for missing images, or if the model accepts none.
     """
     if reader is None:
         if files:
@@ -97,7 +97,7 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
 
 
 def trains_images(model: Any) -> bool:
-    """Return whether an adapted model trains parts of its image tower or projector."""
+    """Return whether an adapted model trains parts of its vision tower or projector."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -109,7 +109,7 @@ def trains_images(model: Any) -> bool:
 
 
 def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return a builder of image inputs for a loaded model; with `every_rank` each batch has an image."""
+    """Return a builder of image inputs for a loaded model; with `every_rank` batches without an image get a dummy."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
@@ -129,12 +129,12 @@ def cache_features(
 ) -> ImageInputs:
     """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
 
-    The ranks of each host share its missing images. All ranks run the tower equally often, since it may be sharded. The
-    name of the folder includes a hash of the tower's output for an image of noise, in place of its weights.
+    The ranks of each host share its missing images. All ranks run the tower the same number of times, because it
+    may be sharded. Instead of weights, the folder's name has a hash of the tower's output for a noise image.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the image tower; set it to false")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:

@@ -4,9 +4,9 @@ int8   one scale per row of a weight
 int4   one scale per group of 128, 64 or 32 weights of a row: the largest size that divides the width of every layer
 
 Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips nothing: the larger of
-max(w) / 127 and -min(w) / 128. The fake quantizers of torchao divide the largest magnitude by 127.5, which puts it
-halfway between two values in half of the groups, where rounding depends on the last bit of a sum. The scale is first
-rounded to the model's dtype, in which it is stored and in which servers multiply.
+max(w) / 127 and -min(w) / 128. torchao's fake quantizers divide the largest magnitude by 127.5, which puts it halfway
+between two integers in half of the groups, where rounding depends on the last bit of a sum. The scale is first rounded
+to the model's dtype, in which it is stored and in which servers multiply.
 """
 
 import importlib.util
@@ -52,7 +52,7 @@ class IntegerForm:
         block = (1, self.group or weight_OI.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         mapping = MappingType.SYMMETRIC_NO_CLIPPING_ERR
-        # By default torchao raises scales to the epsilon of the type: 2^-7 in bf16, more than most weights.
+        # By default torchao raises scales to at least the dtype's epsilon: 2^-7 in bf16, more than most weights.
         min_scale = torch.finfo(torch.float32).eps
         exact_scales, zero = choose_qparams_affine(
             weight_OI, mapping, block, torch.int8, low, high, min_scale, torch.float32, torch.int32

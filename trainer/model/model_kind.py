@@ -1,4 +1,4 @@
-"""Model properties from config.json: the transformers class, whether it can be trained, and whether sdpa fits."""
+"""Model properties from config.json: the transformers class, and whether it can be trained and supports sdpa."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.model.stored_settings import find_stored_form
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
 """Weight of the score head of reward models."""
-# Suffixes of the class names in config.json of models that do not predict the next token.
+# Suffixes of class names (in config.json) of models that do not predict the next token.
 OTHER_HEADS = (
     "ForMaskedLM",
     "ForPreTraining",
@@ -32,7 +32,7 @@ def has_score(model_config: Any) -> bool:
 
 
 def set_score_head(base_model: str, model_config: Any) -> None:
-    """Turn the configuration into that of a reward model. Raises UserError if the model does not allow it."""
+    """Turn the configuration into a reward model's. Raises UserError if the model does not allow it."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -56,7 +56,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
 
 
 def find_output_layer(model: Any) -> Any:
-    """Return the output head, the score head of a reward model, or None."""
+    """Return the output head, for reward models the score head, or None if there is neither."""
     head = model.get_output_embeddings()
     return getattr(model, "score", None) if head is None else head
 
@@ -67,7 +67,7 @@ def auto_class(model_config: Any) -> Any:
     A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
 
     AutoModelForCausalLM loads only the text part of some multimodal models (Qwen3.5, Llama 4) and rejects others
-    (Qwen3-VL, Mistral 3). An adapter must fit the whole model of the checkpoint, where parameters have other paths.
+    (Qwen3-VL, Mistral 3). An adapter must fit the checkpoint's full model, which has other parameter paths.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
@@ -82,8 +82,8 @@ def auto_class(model_config: Any) -> Any:
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
     """Raise UserError if the model is already quantized, or not a causal language model according to config.json.
 
-    `may_score` allows a score head. `all_trained` refuses weights in 4 bits or FP8, which can only be the base of an
-    adapter.
+    `may_score` allows a score head. `all_trained` refuses weights in 4 bits or FP8, on which only adapters can be
+    trained.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:

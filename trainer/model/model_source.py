@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json
 
-MAX_NAME_BYTES = 255  # of a file name, on common file systems
+MAX_NAME_BYTES = 255  # the limit for file names on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -29,7 +29,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class QuantizationKeys:
-    """The keys of `quantization_config` used here, of all libraries."""
+    """The keys of `quantization_config` used here, for all quantization libraries."""
 
     format: str | None = None
     bits: StrictInt | None = None
@@ -173,7 +173,7 @@ def build_load_error(
 ) -> UserError:
     """Return a UserError for a configuration or tokenizer that transformers could not load.
 
-    `model_config` is set if the configuration was loaded but no model could be built from it.
+    Pass `model_config` if the configuration was loaded, but no model could be built from it.
     """
     prefix = f"{setting}={name}"
     reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _first_line(error)

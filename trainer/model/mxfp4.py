@@ -1,6 +1,6 @@
 """Check, dequantize and quantize experts stored in MXFP4 (gpt-oss).
 
-MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 values of 4 bits with one exponent of 8 bits. A tensor X of a model,
+MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 4-bit values with one 8-bit exponent. A tensor X of a model,
 [experts, in, out], is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
 """
 
@@ -20,13 +20,13 @@ from trainer.model.stored_layout import BLOCKS, SCALES
 MXFP4 = "mxfp4"
 BLOCK = 32
 _BIAS = 127
-_LARGEST_EXPONENT = 2  # of FP4's values: 6 is 1.5 x 2^2
+_LARGEST_EXPONENT = 2  # exponent of the largest FP4 value, 6 = 1.5 x 2^2
 UNIFORM_FIX = "use a checkpoint that stores all experts in MXFP4, or one in full precision"
 Shapes = dict[str, tuple[int, ...]]
 
 
 def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return v 2^(e - 127) as [blocks, 32]; the low bits of each byte hold the first of two codes.
+    """Return the values v 2^(e - 127) as [blocks, 32]; the low bits of each byte are the first of its two codes.
 
     `codes` and `exponents` are uint8, of any shape with 16 bytes of codes per exponent.
     """
@@ -37,8 +37,8 @@ def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; lossless for dequantized MXFP4.
 
-    The exponent is that of the block's largest value minus that of FP4's largest (section 6.3 of the specification),
-    plus one if the largest value would be clipped by more than half a step. Rounds to nearest, ties to the even code.
+    The scale's exponent is the exponent of the block's largest value minus 2, FP4's largest exponent (specification,
+    section 6.3), plus one if that value would be clipped by more than half a step. Rounds to nearest, ties to even.
     """
     in_blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
     largest = in_blocks.abs().amax(-1)
@@ -69,7 +69,7 @@ def strip_quantization(model_config: Any) -> Any:
 
 
 def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
-    """Return full-precision shapes by name; `declared` if config.json declares experts in MXFP4.
+    """Return full-precision shapes by name; `declared`: whether config.json declares MXFP4 experts.
 
     Raises UserError if only some experts are in MXFP4, or blocks or scales are missing.
     """

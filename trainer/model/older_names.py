@@ -18,7 +18,7 @@ from trainer.contract.known_versions import replaces, require
 @replaces("the conversion of target names")
 @contextmanager
 def keep_target_names() -> Iterator[None]:
-    """Disable the translation within the context, in which PEFT adds an adapter to a model."""
+    """Disable the translation while PEFT adds an adapter to a model within the context."""
     import peft.utils.transformers_weight_conversion as conversion
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
@@ -40,7 +40,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
-        except ValueError:  # PEFT fuses two names into one and misses the other
+        except ValueError:  # PEFT fuses two targets into one, and the other is missing
             refused.add(name)
             continue
         if name not in set(config.target_modules or ()):
@@ -64,7 +64,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
 
 
 def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map tensor names in an adapter's file to the names by which PEFT looks them up in the model.
+    """Map tensor names in an adapter's file to the names that PEFT looks up in the model.
 
     Omits tensors that PEFT would combine. The model may be empty, and need not be adapted.
     """

@@ -3,17 +3,17 @@
 Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) have the layout of ops/grouped.py.
 
 Codes and scales of all experts are in one Parameter of bytes, so that ZeRO, offload and the per-layer all-gather move
-them together. Its sections, each with one expert after the other:
+them together. Its sections, each in the order of the experts:
 
     codes     half a byte or one byte per value; each expert's matrix is quantized separately
     scales    NF4: 32 bits per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
               8 bits: 32 bits per row, or per block of rows and columns
-    nested    double quantization: scales of groups of 256 scales, 32 bits
+    nested    double quantization: one scale per 256 scales, 32 bits
     offsets   double quantization: the mean subtracted from the scales, 32 bits
-    book      the 16 values of codes, and `nested_book` the 256 of scales, 32 bits
+    book      the 16 values that codes stand for; `nested_book`: the 256 values of 8-bit scales; 32 bits
 
-The model's own code computes experts without an adapter on dequantized weights. The backward pass dequantizes them
-again and recomputes the experts, so that only the current layer has 16-bit weights.
+Experts without an adapter run the model's own code on dequantized weights. The backward pass dequantizes them again
+and recomputes the experts, so that only the current layer has 16-bit weights.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class ExpertsLayout:
     block: int = mxfp4.BLOCK
     double_quant: bool = False
     cell: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale, in 8 bits."""
+    """Rows and columns that share a scale, for 8-bit values."""
     groups: Any = None
     """A `GroupedLayout`, if `kind` is `grouped`."""
 
@@ -67,7 +67,7 @@ class ExpertsLayout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Shape of one expert's scales, in 8 bits."""
+        """Shape of one expert's scales, for 8-bit values."""
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
@@ -127,11 +127,11 @@ class PackedExperts(nn.Parameter):
         return PackedExperts(torch.zeros(size, dtype=torch.uint8, device=device), layout)
 
     def sections(self) -> dict[str, Tensor]:
-        """Return views of the sections by name; under ZeRO-3 the parameter must be gathered."""
+        """Return views of the sections by name; under ZeRO-3, gather the parameter first."""
         return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Quantize and pack one expert's matrix, in the model's orientation: by row to 8 bits, by bitsandbytes to 4."""
+        """Quantize and pack one expert's matrix, oriented as in the model: 8 bits by row, 4 bits by bitsandbytes."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -197,7 +197,7 @@ class PackedExperts(nn.Parameter):
 
 
 def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """Dequantize one expert's matrix like `dequantize_4bit` of bitsandbytes."""
+    """Dequantize one expert's matrix as bitsandbytes' `dequantize_4bit` does."""
     expert_sections = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
     scales = _dequantize_scales(sections | expert_sections, layout).view(-1)
     count = layout.rows * layout.cols
@@ -239,7 +239,7 @@ def build_experts_layout(
     cell: tuple[int, int] | None = None,
     **four_bit_options: Any,
 ) -> ExpertsLayout:
-    """Build the layout for a tensor [experts, a, b]; in 8 bits with one scale per `cell`, or by default per row."""
+    """Build the layout for a tensor [experts, a, b]; 8-bit values have a scale per `cell` (default: per row)."""
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
     return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **four_bit_options)
@@ -278,11 +278,13 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
 
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's `forward` on dequantized weights; the backward pass recomputes it."""
-    return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+    """Run a module's `forward` on dequantized weights, and recompute it in the backward pass."""
+    return checkpoint(
+        _forward_dequantized, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False
+    )
 
 
-def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     attributes, packed = vars(module), packed_tensors(module)
     # Instance attributes take precedence over parameters.
     attributes.update({name: parameter.dequantized() for name, parameter in packed.items()})

@@ -18,8 +18,8 @@ from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
 from trainer.parallel.engine.linear_layers import find_expert_weights
 
 STANDARD_DEVIATION = 0.02
-UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # models read them although no configuration declares them
-MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
+UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models, but declared by no configuration class
+MXFP4_EXPONENT = 120  # 2^-7; times 2.9, the root mean square of the 16 values, about 0.02
 MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # limits for the settings of a shape
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -71,7 +71,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
 
 
 def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
-    """Return the value of a setting, integral floats as int. Raises UserError for a wrong type or range."""
+    """Return the value of a setting, with integral floats as int. Raises UserError for a wrong type or range."""
     default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
     if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
@@ -112,7 +112,7 @@ class RandomTensors:
     def __init__(
         self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
     ) -> None:
-        """Prepare the tensors of `model`; `in_mxfp4` draws experts as blocks and scales, as gpt-oss stores them."""
+        """Prepare the tensors of `model`; with `in_mxfp4` experts are drawn as blocks and scales, as in gpt-oss."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))

@@ -1,9 +1,9 @@
-"""Detect the linear layers that an adapter can train: those called as modules that get a gradient of the loss.
+"""Detect the linear layers that an adapter can train: those that are called as modules and get a gradient of the loss.
 
 Attention indexers select tokens without a gradient, some models read a layer's weight directly, and a decoder without
-an encoder never calls its cross-attention. Such layers are observed rather than listed: the model's own code runs once
-on the CPU, on a copy without weights whose linear layers and experts only pass on their input. Only one of the layers
-that differ in nothing but their index runs.
+an encoder never calls its cross-attention. Such layers are detected rather than listed: the model's own code runs once
+on the CPU, on a copy without weights whose linear layers and experts only pass on their input. Of layers that differ
+only in their index, one is run.
 """
 
 import copy
@@ -24,9 +24,9 @@ from trainer.parallel.engine.linear_layers import is_linear, model_shape
 NOT_CALLED = "never called as layers in a pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
 FEW_TOKENS, MANY_TOKENS = 16, 256
-"""Two lengths, since some layers need long sequences, such as those that compress 128 tokens into one."""
+"""Sequence lengths of the two passes: some layers need many tokens, for example to compress 128 into one."""
 MAX_COPIED = 1_000_000
-"""Larger parameters are expanded from a single element in memory; nothing writes to them."""
+"""Number of elements above which a parameter is expanded from a single element; nothing writes to parameters."""
 EXPERT_NAME = re.compile(r"(.*experts\.)\d+(\..*)")
 _CACHE: dict[tuple[type, str], "Reached"] = {}
 
@@ -64,7 +64,7 @@ def find_reached(model: Any) -> Reached:
 def _observe(model_class: Any, config: Any) -> Reached:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
-    except Exception:  # raised in many types by models that need all of their layers
+    except Exception:  # of any type, from models that need all of their layers
         few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
     late: set[str] = set()
     if few.called - few.reached:
@@ -75,10 +75,10 @@ def _observe(model_class: Any, config: Any) -> Reached:
 
 
 class _Pass:
-    """A pass that records the linear layers of a model except its head, the called ones, and those with a gradient."""
+    """A pass that records a model's linear layers except the head, those called, and those that get a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, through only one of the layers that differ in nothing but their index."""
+        """Run the pass; with `once`, through only one of the layers that differ only in their index."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -100,14 +100,14 @@ class _Pass:
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
         leaves = {id(leaf) for leaf in _find_leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
-        # A few tokens reach only some of the experts that are modules.
+        # If experts are modules, a few tokens reach only some of them.
         patterns = {EXPERT_NAME.sub(r"\1*\2", path) for path in reached}
         reached |= {path for path in self._probes if EXPERT_NAME.sub(r"\1*\2", path) in patterns}
         self.linear, self.reached = (set(add_dropped(paths)) for paths in (self._probes, reached))
         self.called = set(add_dropped(self.called))
 
     def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
+        """Return a tensor with the layer's output shape that depends on `x` and on the layer's probe."""
         self.called.add(path)
         width = getattr(module, "out_features", None) or module.nf
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
@@ -127,7 +127,7 @@ def _sum_inputs(hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the paths of the dropped ones."""
+    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to a set of paths."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -148,14 +148,14 @@ def _drop_repeated_layers(model: Any) -> Any:
 
 
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return path and layers of the ModuleList with the most parameters; `("", ModuleList())` without one."""
+    """Return the path and layers of the ModuleList with the most parameters; `("", ModuleList())` without one."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(model_shape(each).numel() for each in layers.parameters()) for _, layers in lists]
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 
 def describe_layer(layer: nn.Module) -> Any:
-    """Return a key of modules, settings and weight shapes, equal for layers that differ only in their index."""
+    """Return a key built from modules, settings and weight shapes, equal for layers that differ only in their index."""
     numbers = [
         (name, value)
         for module in layer.modules()
@@ -170,7 +170,7 @@ def describe_layer(layer: nn.Module) -> Any:
 
 
 def _find_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors to which gradients of `result` flow."""
+    """Yield the leaf tensors that receive a gradient from `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node: Any = waiting.pop()

@@ -1,4 +1,4 @@
-"""Save adapter settings with which plain PEFT finds the same layers, and load any PEFT adapter."""
+"""Save adapter settings by which plain PEFT finds the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from trainer.model.targets import Targets
 
 
 def check_separate_weights(adapted: Any, prefix: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba: it cannot hold both updates."""
+    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot hold both updates."""
     from peft.tuners.lora import LoraLayer
 
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
@@ -46,8 +46,8 @@ def load_adapter(
 ) -> Any:
     """Load an adapter from a folder or the hub into the model, with our forward for adapted experts.
 
-    PEFT's settings cannot hold a dropout if experts are adapted; `dropout` sets it for training. `in_32_bits` converts
-    a 16-bit adapter.
+    `dropout` sets the dropout for training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
+    converts a 16-bit adapter.
 
     Raises:
         UserError: beginning with `misfit`, unless every tensor of the file and of the adapted model is loaded.
@@ -92,7 +92,7 @@ def load_adapter(
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
-    """Load the adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
+    """Load the adapter's file. Raises ValueError unless its tensors match the adapted model's exactly."""
     from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
@@ -103,7 +103,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     result = set_peft_model_state_dict(adapted, state)
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
-    # The file contains a parameter of tied layers once.
+    # The file contains the parameters of tied layers only once.
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in set(result.missing_keys)}
     missing = [
         name
@@ -127,8 +127,8 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
 def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers with names that PEFT takes for experts (peft#3711) are listed by weight in `target_parameters`, which is
-    equivalent.
+    Layers that PEFT mistakes for experts by their names (peft#3711) are listed by weight in `target_parameters`, which
+    is equivalent.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]

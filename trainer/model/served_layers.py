@@ -1,4 +1,4 @@
-"""Find adapters that an inference server ignores, so that its answers differ from the trained model's.
+"""Find adapters that an inference server would ignore, giving answers that differ from the trained model's.
 
 Observed with vLLM 0.32 (tests/servers/test_vllm.py), and listed in SGLang's source.
 """
@@ -19,11 +19,11 @@ SGLANG_APPLIES = frozenset(
     "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
     "lm_head".split()
 )
-"""Last names of the layers to which SGLang applies adapters (python/sglang/srt/lora/utils.py)."""
+"""Last path components of the layers to which SGLang applies adapters (python/sglang/srt/lora/utils.py)."""
 
 
 def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
-    """Return the last names of the adapted layers for which the server ignores the adapter."""
+    """Return the last path components of the adapted layers for which the server ignores the adapter."""
     names = {layer.rpartition(".")[2] for layer in layers}
     if server == "sglang":
         return sorted(names - SGLANG_APPLIES)
@@ -32,7 +32,7 @@ def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -
 
 
 def describe_exclusion(name: str) -> str:
-    """Return how to train without adapters on layers of this name."""
+    """Return how to exclude layers with this name from training."""
     if name in ("gate", "router"):
         return f"remove {name} from lora.target_modules and lora.target_parameters"
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"

@@ -1,14 +1,14 @@
-"""Read checkpoints with linear layers in 4 bits: GPTQ, AWQ, and W4A16 and NVFP4 of compressed-tensors.
+"""Read checkpoints with linear layers in 4 bits: GPTQ, AWQ, and compressed-tensors' W4A16 and NVFP4.
 
 All store codes with a scale per group of columns. They are converted to the layout of ops/grouped.py. For a weight
 [O, I] they store:
 
-    GPTQ    X.qweight [I/8, O], X.qzeros [G, O/8] (version 1: less one), X.scales [G, O], X.g_idx [I]
-    AWQ     X.qweight [I, O/8], X.qzeros [G, O/8], each 8 columns in the order 0 2 4 6 1 3 5 7; X.scales [G, O]
+    GPTQ    X.qweight [I/8, O], X.qzeros [G, O/8] (version 1: minus one), X.scales [G, O], X.g_idx [I]
+    AWQ     X.qweight [I, O/8], X.qzeros [G, O/8], columns in the order 0 2 4 6 1 3 5 7; X.scales [G, O]
     W4A16   X.weight_packed [O, I/8], X.weight_scale [O, G], X.weight_zero_point [O/8, G], X.weight_g_idx [I]
     NVFP4   X.weight_packed [O, I/2] bytes of E2M1, X.weight_scale [O, G] in e4m3, X.weight_global_scale [1], a divisor
 
-Each int32 holds eight codes, the lowest bits first. The files decide which layers are in 4 bits.
+Each int32 holds eight codes, the lowest bits first. The files determine which layers are in 4 bits.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
 TYPES = ("F32", "F16", "BF16", "F8_E4M3")
 """The types in ops.grouped.SCALES, as safetensors names them."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in an int32 of each of 8 adjacent columns."""
+"""Positions of 8 adjacent columns in an int32."""
 Shape = tuple[int, ...]
 
 
@@ -67,7 +67,7 @@ class FourBitForm:
         return is_in_layer and not any(is_match(path, each) for each in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
-        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index in TYPES, or None."""
+        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index into TYPES (None: default)."""
         *experts, rows, cols = shape
         floats, group = int(self.name == "NVFP4"), self.group or cols
         scale = TYPES.index("F8_E4M3" if floats else "F16") if scale is None else scale
@@ -75,7 +75,7 @@ class FourBitForm:
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
     def scale_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a packed weight without its codes."""
+        """Return the number of bytes of a packed weight in addition to its codes."""
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
@@ -137,7 +137,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
 
 
 class FourBitFiles:
-    """The tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies codes and scales."""
+    """The tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
     def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
         """Find the packed weights. Raises UserError, beginning with `setting`, if there are none or they do not fit."""
@@ -213,7 +213,7 @@ class FourBitFiles:
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
+        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and the result."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
@@ -237,7 +237,7 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight, by row of the weight (a single row for the order); e4m3 as bytes."""
+        """Read one part of a packed weight by row (the column order is a single row), e4m3 as bytes."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
         if 0 in shape:
@@ -295,7 +295,7 @@ def _bit_shifts(order: Sequence[int]) -> Tensor:
 
 
 def unpack_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] in uint8; `order` has the position of each of 8 columns."""
+    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] in uint8; `order` lists the positions of 8 adjacent columns."""
     return (words[..., None] >> _bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 

@@ -6,7 +6,7 @@ W = scale q in all formats. They differ in the block of weights per scale, and i
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
 
 Static input scales (`activation_scale`, `input_scale`) are for serving and are ignored: inputs stay in 16 bits or get
-a scale per token. The files decide which tensors are in FP8; the others stay in 16 bits.
+a scale per token. The files determine which tensors are in FP8; the others stay in 16 bits.
 """
 
 import re
@@ -38,7 +38,7 @@ SERVING_SUFFIXES = (
 """Suffixes of tensors used only for serving: scales of inputs, outputs and the KV cache."""
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
-"""Conversions of transformers that can be applied to a grid of scales as to the values."""
+"""transformers conversions that can be applied to a grid of scales in the same way as to the values."""
 SAME_MODEL_FIX = "take config.json and weights from the same model"
 Block = tuple[int, int]
 
@@ -53,11 +53,11 @@ class Fp8Form:
 
     @property
     def scaled(self) -> Literal["rows", "blocks"]:
-        """Whether a scale belongs to a row or a block."""
+        """Whether each scale applies to a row or a block."""
         return "rows" if self.block is None else "blocks"
 
     def scale_bytes(self, shape: torch.Size) -> int:
-        """Return the bytes of the scales of a weight [..., O, I]."""
+        """Return the number of bytes of the scales of a weight [..., O, I]."""
         rows, cols = self.block or (1, shape[-1])
         return 4 * shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
@@ -68,7 +68,7 @@ class Fp8Form:
 
 def matches_module(pattern: str, path: str) -> bool:
     """Return whether an entry of a module list in config.json matches the layer at `path`."""
-    # compressed-tensors marks regular expressions by `re:`; transformers takes each entry as one, or as a suffix.
+    # compressed-tensors prefixes regular expressions with `re:`; for transformers any entry may be one, or a suffix.
     expression, end = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
         return True
@@ -203,7 +203,7 @@ class TensorView:
 
 
 def find_scales(files: SafetensorsFiles) -> dict[str, str]:
-    """Map each FP8 tensor that has scales to the name of its scales."""
+    """Map the name of each FP8 tensor with scales to the name of its scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
     return {name: candidates[0] for name, candidates in names.items() if candidates}

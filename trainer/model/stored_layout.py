@@ -1,8 +1,8 @@
-"""Map the parameters of a model to their stored tensors, and convert these.
+"""Map the parameters of a model to stored tensors, and convert the stored tensors.
 
-Checkpoints of MoE models store one tensor per expert, or one for all experts, under other names than the model's. The
-mapping of transformers defines which tensors make up which parameter. Its conversions run here on the tensors of one
-parameter, or of one expert where possible, so that no more than that is in memory.
+Checkpoints of MoE models store one tensor per expert, or one for all experts, and their names differ from the model's.
+The mapping of transformers defines which tensors make up a parameter. Its conversions run here on the tensors of one
+parameter, or of one expert where possible, so that only these are in memory.
 """
 
 from copy import deepcopy
@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 
-BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of a tensor in MXFP4
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 tensor
 
 
 class StoredTensors(Protocol):
@@ -38,9 +38,9 @@ class Stored:
     converter: Any = None
     """The WeightConverter of transformers; None if the parameter is stored unchanged."""
     key: str = ""
-    """Name of the converted parameter in transformers: the first target."""
+    """Name of the converted parameter in transformers: the converter's first target."""
     shape_model: Any = None
-    """Stands in for the model, from which conversions read parameter shapes."""
+    """Stands in for the model when conversions read parameter shapes."""
     config: Any = None
 
     @property
@@ -60,7 +60,7 @@ class Stored:
         return counts == {1} and all(map(_keeps_first_dimension, operations))
 
     def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
-        """Return the parameter's values, or those of one expert (the first dimension is then of length one)."""
+        """Return the parameter's values, or one expert's (the first dimension then has length one)."""
         assert not self.is_mxfp4, self.target
         if self.converter is None:
             return files.read(self.names[self.target][0], expert)
@@ -168,7 +168,7 @@ def _add_tied(model: Any, layout: dict[str, Stored], base_model: str) -> dict[st
 
 
 def _keeps_first_dimension(operation: Any) -> bool:
-    """Return whether an operation of transformers treats the entries of the first dimension independently."""
+    """Return whether a transformers operation treats the entries of the first dimension independently."""
     kind = type(operation).__name__
     if kind == "Transpose":
         return not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -1,4 +1,4 @@
-"""Load weights module by module: quantized or as stored, and partitioned under ZeRO-3.
+"""Load weights module by module, quantized or as stored, and partition them under ZeRO-3.
 
 transformers skips `zero.Init` for quantized models (every rank would hold the whole 4-bit model) and otherwise reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads the tensors of one module and broadcasts them, every
@@ -60,7 +60,7 @@ def load_streamed(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Build the model without memory, then fill, quantize and partition it one module at a time.
+    """Build the model on the meta device, then fill, quantize and partition it one module at a time.
 
     With `deepspeed_config` DeepSpeed partitions each module; with `shards` each layer is sharded once it is complete.
     4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers multiply in
@@ -108,7 +108,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():
         if require(module, "_non_persistent_buffers_set", "torch"):
-            # `from_config` computes position tables in the weights' 16-bit dtype; compute them again.
+            # `from_config` computes position tables in the weights' 16-bit dtype; recompute them.
             require(part, "_init_weights", "transformers")(module)
     return model
 
@@ -117,7 +117,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
 class Filler:
     """Fills an empty model one module at a time: rank 0 reads the weights, all ranks quantize, partition or shard them.
 
-    Models of transformers keep the dtype of each parameter; other models get all weights in `dtype`.
+    transformers models keep the dtype of each parameter; other models get all weights in `dtype`.
     """
 
     model: Any
@@ -131,7 +131,7 @@ class Filler:
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
         self._head = find_output_layer(self.model)
-        # Names of weights that stay in fp32, and unquantized, in every precision.
+        # Names of weights that stay in fp32, unquantized, whatever the precision.
         self._fp32_names = find_fp32_names(self.model, torch.float16)
         packed_files = (
             None if self.unpack else self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
@@ -139,7 +139,7 @@ class Filler:
         self._fp8 = packed_files if isinstance(packed_files, Fp8Files) else None
         self._four_bit = packed_files if isinstance(packed_files, FourBitFiles) else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
-        self._filled: dict[int, nn.Parameter] = {}  # by the id of the empty one: tied weights share it
+        self._filled: dict[int, nn.Parameter] = {}  # by id of the empty parameter, which tied weights share
         self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
@@ -216,7 +216,11 @@ class Filler:
                 name: build_experts_layout(kind.quant_type, each.shape, self.dtype, **options)
                 for name, each in experts.items()
             }
-        cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, is_transposed_module)
+        cells = (
+            dict.fromkeys(experts)
+            if fp8 is None
+            else _find_shared_block_sizes(fp8, experts, stored, is_transposed_module)
+        )
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
             name: build_experts_layout(
@@ -291,7 +295,7 @@ def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
 
 
 def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Quantize a layer to 8 or 4 bits; `tied` is a quantized layer whose weight it shares, if any."""
+    """Quantize a layer to 8 or 4 bits; `tied` is the quantized layer with which it shares a weight, if any."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
@@ -301,10 +305,10 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
     return quantize_linear(linear, quantization, compute_dtype=dtype)
 
 
-def _common_cells(
+def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Return the block per scale that all of these expert tensors share (None: a row); empty to dequantize them."""
+    """Return one block size per scale for all expert tensors (None: one scale per row); empty to dequantize them."""
     blocks = {name: fp8.block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:

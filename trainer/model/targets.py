@@ -71,7 +71,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
 
 
 def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
-    """Yield the paths of the layers adapted by `lora`, except experts and parameters; the model may be empty."""
+    """Yield the paths of the layers that `lora` adapts, except experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), expert_modules(model)
@@ -102,7 +102,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         matched = {path for path in paths if matches_path(name, path)}
         reachable = {path for path in matched if not (outside_text and re.fullmatch(outside_text, path))}
         if matched and not reachable:
-            advice = "; vision.train: lora adapts the image tower" if lora.image_parts == "none" else ""
+            advice = "; vision.train: lora adapts the vision tower" if lora.image_parts == "none" else ""
             problem = "is outside the language model and never sees text"
             raise UserError(f"lora.target_modules={shown(name)}: {problem}{advice}")
         if not matched & linear:
@@ -116,7 +116,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
-    # Naming an excluded tower is harmless; a name that occurs only inside one would have no effect.
+    # Naming an excluded tower is harmless, but a name that occurs only inside one would have no effect.
     excludable = {
         path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))
     } | {*expert_aliases}
@@ -148,7 +148,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
 
 def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return PEFT's `exclude_modules`, a pattern of the full paths without an adapter, or None."""
+    """Return PEFT's `exclude_modules`, a pattern that matches the full paths without an adapter, or None."""
     patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(build_subtree_pattern("experts"))  # experts that are modules
@@ -209,7 +209,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def _has_matrix_weight(module: nn.Module) -> bool:
-    """Return whether a module has a matrix: a linear layer, embedding, convolution, router or experts."""
+    """Return whether a module has a matrix, as linear layers, embeddings, convolutions, routers and experts do."""
     return any(len(model_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
@@ -224,7 +224,7 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(path.startswith(f"{parent}.") for parent in adapted):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            # The adapter of experts wraps their module, which may contain further layers.
+            # Expert adapters wrap the experts' module, which may contain further layers.
             is_layer = isinstance(getattr(module, "base_layer", nn.Linear), nn.Linear | Conv1D | nn.Embedding)
             is_adapted = is_layer or isinstance(module, AuxiliaryTrainingWrapper)
             adapted += [path] if is_adapted else [f"{path}.lora_A", f"{path}.lora_B"]
@@ -233,13 +233,13 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter: only audio with `vision.train: lora`, else all."""
+    """Return the paths of towers and projectors without an adapter: all, or audio only with `vision.train: lora`."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings; a ModuleList counts as its entries."""
+    """Return the paths of the modules that map image features to embeddings; a ModuleList's entries are listed."""
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
@@ -252,7 +252,7 @@ def find_projectors(model: Any) -> list[str]:
 
 
 def find_non_text_modules(model: Any) -> list[str]:
-    """Return the paths of image and audio towers and projectors: modules outside the one that embeds the tokens."""
+    """Return the paths of vision and audio towers and projectors: modules outside the one that embeds the tokens."""
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -273,7 +273,7 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for these paths and all below; generalize layer indices unless `others` would match."""
+    """Build a pattern for these paths and everything below; generalize layer indices unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)
@@ -290,7 +290,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
 
 
 def _suggest(name: str, paths: set[str], kind: str) -> str:
-    """Return the problem with a name that matches nothing, a similar name, and the existing names."""
+    """Return a message for a name that matches nothing, with a similar name and the existing names."""
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
@@ -299,7 +299,7 @@ def _suggest(name: str, paths: set[str], kind: str) -> str:
 
 
 def _summarize_names(paths: Any) -> str:
-    """Summarize paths by their last name with a count: `k_proj (32), q_proj (32)`."""
+    """Summarize paths by last component, with counts: `k_proj (32), q_proj (32)`."""
     counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")

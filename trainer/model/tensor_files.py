@@ -29,7 +29,7 @@ class Index(BaseModel):
     """The contents of `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
-    """File name by tensor name."""
+    """File names by tensor name."""
 
 
 class SafetensorsFiles:
@@ -81,7 +81,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
 
 
 def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
-    """Return the weight files that transformers or diffusers would load: a single file, or those in the index.
+    """Return the weight files that transformers or diffusers would load: a single file, or the files in the index.
 
     Raises UserError, beginning with `setting`, if files are missing.
     """
@@ -130,7 +130,7 @@ def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
-    except OSError:  # a folder, or no permission
+    except OSError:  # a folder, or a file without read permission
         begin = b""
     kinds = (kind for first, kind in OTHER_FORMATS if begin.startswith(first))
     return next(kinds, f"{error.problem}; download or copy it again")

@@ -32,9 +32,9 @@ SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the content of a tokenizer's files by name: its source files, if they still describe it.
+    """Return the contents of a tokenizer's files by name: the source files, if they still describe it.
 
-    `revision` is that of its repository on the hub.
+    `revision` is the revision of its hub repository.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     try:

@@ -1,7 +1,7 @@
-"""Check that the stored weights are those that config.json describes, with the right shapes.
+"""Check that the stored weights have the names and shapes that config.json implies.
 
-transformers initializes missing weights at random and only logs it. Here its loading code, with its renamings, fused
-experts, tied weights and ignored names, runs on meta tensors before any weight is read.
+transformers initializes missing weights randomly and only logs a warning. Here its loading code, with its renamings,
+fused experts, tied weights and ignored names, runs on meta tensors before any weight is read.
 """
 
 import re
@@ -26,7 +26,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
     """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantized without a
+    Raises UserError, beginning with `setting`, if weights are missing, have the wrong shape, are quantized without a
     declaration in config.json, or whole layers are unused.
     """
     form = find_stored_form(model_config)
@@ -50,7 +50,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except RuntimeError:  # tensors of single experts that cannot be merged
+        except RuntimeError:  # per-expert tensors that cannot be merged
             raise UserError(
                 f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL_FIX}, or "
                 "download it again"
@@ -59,10 +59,10 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
+    """Check transformers' loading info (`output_loading_info`) as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
-        # The checkpoint of a language model has an output head instead of a score head.
+        # A language model's checkpoint has an output head instead of a score head.
         info = info | {
             "missing_keys": set(info["missing_keys"]) - {SCORE},
             "unexpected_keys": set(info["unexpected_keys"]) - {"lm_head.weight"},

@@ -28,7 +28,7 @@ MAX_REPEATED = 10
 class _Screen:
     """A text stream to the terminal that switches to the log once writing to the terminal fails.
 
-    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not stop a run.
+    A closed terminal, a `zerolora train` that has exited or a full disk behind `> out.txt` must not stop a run.
     """
 
     encoding = "utf-8"
@@ -64,8 +64,8 @@ def open_console(
 ) -> Console:
     """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
-    Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which counts as a terminal of `width`
-    columns if `terminal` is set. Other ranks write to their log. Call this once, before importing torch.
+    Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which is treated as a terminal of
+    `width` columns if `terminal` is set. Other ranks write to their log. Call this once, before importing torch.
 
     Raises OSError if the log or `console_path` cannot be opened.
     """
@@ -73,7 +73,7 @@ def open_console(
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     append_output_to(log_path)
-    # Open new line-buffered streams: the old ones buffer blocks if they were opened on a pipe.
+    # Open new line-buffered streams: the old ones are block-buffered if they were opened on a pipe.
     sys.stdout = forgiving_stream(1)
     sys.stderr = forgiving_stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
@@ -83,20 +83,20 @@ def open_console(
         return _console(_Screen(1, terminal=False), LOG_WIDTH)
     is_terminal = os.isatty(screen_fd) if console_path is None else terminal
     if width is None:
-        # Query the terminal itself: rich would query descriptors 0 to 2, two of which are the log now.
+        # Query the terminal itself: rich would query descriptors 0 to 2, two of which are now the log.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
     return _console(_Screen(screen_fd, terminal=is_terminal), width)
 
 
 class Output:
-    """Prints the lines of a run on rank 0: all to its log, and those that users need to the console.
+    """Prints the lines of a run on rank 0: all of them to its log, and those that users need to the console.
 
     Until `is_starting` is cleared at the first step, the console shows only warnings and lines passed to `show`, or all
     lines if `verbose`. A line that begins with `[yellow]` or `warning:` is a warning.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
-        """Begin each line with `name`, if it is not empty."""
+        """Prefix each line with `name`, unless it is empty."""
         self._name = f"{escape(name)}: " if name else ""
         self.console, self._is_main, self._verbose = console, is_main, verbose
         self.is_starting = True
@@ -116,7 +116,7 @@ class Output:
         self._print(line, shown=True)
 
     def repeat_warnings(self) -> None:
-        """Print the warnings again, since the lines of steps have scrolled them out of sight."""
+        """Print the warnings again, since the step lines have scrolled them out of view."""
         count = len(self.warnings)
         if count:
             self.show(f"{count} warning{'s' * (count > 1)} of this run:")
@@ -132,7 +132,7 @@ class Output:
         has_log = isinstance(screen, _Screen)
         if self._is_main and (shown or (has_log and screen.fileno() == 1)):
             self.console.print(line, soft_wrap=True)
-        # A console without a terminal, perhaps since this line, has already written to the log, which is descriptor 1.
+        # If the terminal is lost, perhaps just now, the console has already written to the log, which is descriptor 1.
         if self._is_main and has_log and screen.fileno() != 1:
             _console(sys.stdout, LOG_WIDTH).print(line, soft_wrap=True)
 
@@ -143,7 +143,7 @@ def warn(console: Console, message: str) -> None:
 
 
 def report_to_torchrun(error: Exception) -> None:
-    """Under torchrun, record the error in the file from which it prints the failed rank's traceback."""
+    """Under torchrun, write the error to the file from which torchrun prints the failed rank's traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -163,7 +163,7 @@ def _console(screen: _Screen | TextIO, width: int) -> Console:
 
 
 def _open_screen(console_path: str | None) -> int | None:
-    """Return the descriptor for zerolora's output; None, for the log, if a FIFO has no reader."""
+    """Return the descriptor for zerolora's output; None if `console_path` is a FIFO without a reader."""
     if console_path is None:
         return os.dup(1)
     if not os.path.exists(console_path) or not stat.S_ISFIFO(os.stat(console_path).st_mode):

@@ -15,13 +15,13 @@ REFRESH_S = 0.1
 SPEED_WINDOW = 50
 SHORTEST_BAR, LONGEST_BAR = 4, 40
 LINES_WITH_BAR = 20
-"""Number of step lines in a run that are printed above the bar."""
+"""Number of step lines per run that are printed above the bar."""
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 
 class Display:
-    """Shows the progress of a run as a bar or lines; mode `auto` chooses, `off` shows nothing."""
+    """Shows the progress of a run as a bar or lines; `auto` picks one, and `off` shows nothing."""
 
     def __init__(self, console: Console, mode: str, *, total_steps: int) -> None:
         if mode == "auto":
@@ -29,7 +29,7 @@ class Display:
         self._console = console
         self._mode = mode
         self._total = total_steps
-        # Starts after the first step, which compiles and warms up.
+        # Measured after the first step, which compiles and warms up.
         self._step_times: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
         self._progress: Progress | None = None
         self._bar = BarColumn(complete_style="cyan", finished_style="green")
@@ -56,7 +56,7 @@ class Display:
         if self._progress is None:
             self._progress = self._start_bar()
         head, left = f"{step}/{self._total}", f"{self._time_left()} left"
-        # Drop values that do not fit next to the shortest bar, last first; the bar takes the remaining width.
+        # Drop values from the end until the rest fits next to the shortest bar; the bar fills the remaining width.
         room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
         text = ""
         for part in format_step(values, detailed=False):
@@ -75,7 +75,7 @@ class Display:
         self._mode = "off"
 
     def _start_bar(self) -> Progress:
-        # The loop refreshes, so no thread is needed. sys.stdout stays the log, for the prints of libraries.
+        # The loop refreshes, so no thread is needed. sys.stdout stays the log, for output from libraries.
         progress = Progress(
             TextColumn("{task.fields[head]}"),
             self._bar,
@@ -87,7 +87,7 @@ class Display:
         )
         progress.add_task("", total=self._total, head="", text="")
         progress.start()
-        # rich hides the cursor until `stop`, which a killed process does not reach.
+        # rich hides the cursor until `stop`, which a killed process never reaches.
         self._console.show_cursor(True)
         return progress
 
@@ -96,7 +96,7 @@ class Display:
             self._step_times.append((time.monotonic(), step))
 
     def _time_left(self) -> str:
-        """Format the remaining time, from the mean time of the last steps including evaluations."""
+        """Format the remaining time, estimated from the mean time of the last steps including evaluations."""
         if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return "-:--:--"
         (time_then, step_then), (time_now, step_now) = self._step_times[0], self._step_times[-1]
@@ -108,8 +108,8 @@ class Display:
 
 
 def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
-    """Format the metrics of a step, most important first: aligned for a line if `detailed`, else short for the bar."""
-    # Show the throughput of the whole job if it is known, otherwise that of one GPU.
+    """Format the metrics of a step, most important first: aligned for a line if `detailed`, or short for the bar."""
+    # Show the whole job's throughput if it is known, otherwise one GPU's.
     per_gpu = "perf/tokens_per_second" not in values
     parts = [
         text.format(values[name])

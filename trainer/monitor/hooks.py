@@ -19,13 +19,13 @@ from trainer.parallel.ranks.progress import PROGRESS
 
 MIN_SHOWN_S = 0.05
 HISTORY_STEPS = 100
-"""Number of earlier steps with which a loss is compared."""
+"""Number of previous losses with which a loss is compared."""
 MIN_HISTORY = 20
-"""Fewest earlier losses to compare with, and fewest steps between two warnings."""
+"""Minimum number of previous losses for a comparison, and of steps between two warnings."""
 SPIKE_STDS = 8.0
 SPIKE_FRACTION = 0.2
 MAD_TO_STD = 1.4826
-"""Standard deviation of a normal distribution in median absolute deviations."""
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Hook:
         """Called before the micro-batches of a step are fetched."""
 
     def with_batches(self, step: int, batches: Sequence[Any]) -> None:
-        """Called with this rank's micro-batches of a step, again if the step is repeated with smaller ones."""
+        """Called with this rank's micro-batches of a step, and again if the step is repeated with smaller ones."""
 
     def after_launch(self, step: int) -> None:
-        """Called when the step is launched; on a GPU its results are not known yet."""
+        """Called when the step has been launched; on a GPU its results are not known yet."""
 
     def after_step(self, step: FinishedStep) -> Mapping[str, float]:
-        """Return metrics of a finished step; on a GPU called after the next one is launched."""
+        """Return metrics of a finished step; on a GPU, called after the next step is launched."""
         return {}
 
     def between_steps(self, step: int, settle: Callable[[], None]) -> None:
-        """Called after a step; slow hooks first call `settle`, so that their time does not count as that of a step."""
+        """Called after a step; slow hooks first call `settle`, so that their time does not count as step time."""
 
     def finish(self) -> None:
         """Called after the last step."""
@@ -128,7 +128,7 @@ class History(Protocol):
 
 
 class SpikeWatch(Hook):
-    """Detects losses that exceed the recent median by 8 standard deviations and a fifth of the median."""
+    """Detects losses that exceed the recent median by both 8 standard deviations and a fifth of the median."""
 
     def __init__(self, say: Callable[[str], None], history: History) -> None:
         self._say, self._history = say, history
@@ -165,7 +165,7 @@ class SpikeWatch(Hook):
 
 @replaces("the call of experts, to read its arguments")
 class ExpertLoad(Hook):
-    """Counts on the device the training tokens of each expert between two calls of `values`."""
+    """Counts the training tokens of each expert between two calls of `values`, on the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
@@ -175,11 +175,11 @@ class ExpertLoad(Hook):
 
     @classmethod
     def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """Return None without experts, or if `compiled`, since hooks break the graph at every layer."""
+        """Return None without experts, or if `compiled`, since hooks would break the graph at every layer."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Recomputation counts layers twice, which does not change the fractions.
+        # Recomputed layers are counted twice, which does not change the fractions.
         if not (experts.training and torch.is_grad_enabled()):
             return
         index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
@@ -194,7 +194,7 @@ class ExpertLoad(Hook):
         return self.values() if step.is_logged else {}
 
     def values(self) -> dict[str, float]:
-        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), as means over layers.
+        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.
 
         A collective call: one all-reduce sums the counts of the ranks.
         """

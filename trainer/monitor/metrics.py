@@ -1,6 +1,6 @@
 """Write the metrics of a run to metrics.jsonl, trackers and the console, on rank 0.
 
-A full disk does not stop training: a warning names the disk, and records stay in memory until there is room again.
+A full disk does not stop training: a warning names the disk, and records stay in memory until there is space again.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def check_reporters(logging: LoggingSection) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """Return the records of `run_dir/metrics.jsonl` in file order, except a truncated last line.
+    """Return the records of `run_dir/metrics.jsonl` in file order, omitting a truncated last line.
 
     Raises UserError if the file is missing or another line is invalid.
     """
@@ -77,7 +77,7 @@ class Metrics:
         before_writing: Callable[[], None] = lambda: None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open metrics.jsonl and trackers; `before_writing` raises if the folder no longer belongs to this run."""
+        """Open metrics.jsonl and the trackers; `before_writing` raises if the folder no longer belongs to this run."""
         check_reporters(logging)
         self._before_writing, self._console = before_writing, console
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Metrics:
             if time.monotonic() - self._gpu_read > GPU_EVERY_S:
                 self._gpu, self._gpu_read = read_gpu(), time.monotonic()
             numbers |= self._gpu
-        # NaN is not valid JSON, and other readers would reject the file.
+        # NaN is not valid JSON; other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
         had_unwritten = bool(self._unwritten)
@@ -114,7 +114,7 @@ class Metrics:
         self._display.print_line(step, numbers)
 
     def _write(self) -> str | None:
-        """Append the unwritten records completely or not at all; return the problem if the disk is full."""
+        """Append all unwritten records; if the disk is full, append none and return the problem."""
         failures: list[str] = []
         with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0

@@ -1,11 +1,11 @@
-"""Compute the model FLOPs utilization (MFU): the FLOPs of a step over the peak of the GPU.
+"""Compute the model FLOPs utilization (MFU): a step's FLOPs per second divided by the GPU's peak.
 
 F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
 
-T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the gradient of the input, 2 for
-that of the weight), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
-(causal: half of the square forward, twice that backward). Not counted: recomputation, norms, activation functions, the
-scan of state-space layers, the optimizer, and experts to which a token is not routed.
+T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the input gradient, 2 for the
+weight gradient), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
+(causal: half of the square forward, twice as much backward). Not counted: recomputation, norms, activation functions,
+the scan of state-space layers, the optimizer, and experts to which a token is not routed.
 """
 
 import math
@@ -43,7 +43,7 @@ def peak_flops(card: str, precision: str) -> float | None:
 
 
 class StepFlops:
-    """Counts the FLOPs of this rank's micro-batches; inspects the model, which may be partitioned, once."""
+    """Counts the FLOPs of this rank's micro-batches; inspects the model (which may be partitioned) only once."""
 
     def __init__(self, model: nn.Module) -> None:
         from peft import PeftModel
@@ -69,11 +69,11 @@ class StepFlops:
         """Return the FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
-            # The position of each token in its document; a token attends to all earlier positions and to itself.
+            # Position of each token in its document; a token attends to all earlier positions and to itself.
             if batch.attention_mask is not None:
                 positions, weights = batch.attention_mask.cumsum(1) - 1, batch.attention_mask
             else:
-                assert batch.position_ids is not None  # packed sequences have them
+                assert batch.position_ids is not None  # packed sequences have position ids
                 positions, weights = batch.position_ids, torch.ones_like(batch.position_ids)
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
@@ -113,7 +113,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 class MfuMeter(Hook):
-    """Measures `perf/mfu` of this rank; counts the next step while the last one may still run."""
+    """Measures `perf/mfu` of this rank; counts the next step while the previous one may still be running."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops

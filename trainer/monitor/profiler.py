@@ -1,6 +1,6 @@
 """Profile the last steps of a run with torch.profiler: one trace per rank, with named ranges.
 
-Traces are profile/rank-N.json.gz, for Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
+Traces are written to profile/rank-N.json.gz, for Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
 """
 
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ class StepProfiler(Hook):
     def for_run(
         cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
-        """Return a profiler of the last `steps` steps of a run, or None if `steps` is 0."""
+        """Return a profiler for the last `steps` steps of a run, or None if `steps` is 0."""
         first_step = max(1, total_steps - steps + 1)
         return cls(run_dir, rank, first_step, engine, steering) if steps else None
 
@@ -64,7 +64,7 @@ class StepProfiler(Hook):
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         _wait()
-        # Shapes distinguish the matrix products of frozen weights from those of adapters.
+        # Shapes distinguish the matrix products of frozen weights from the adapters'.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 

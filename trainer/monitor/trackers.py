@@ -20,8 +20,8 @@ from trainer.contract.whole_files import write_json
 from trainer.monitor.report.recorded import flatten
 
 IDENTITY_FILE = "tracker-ids.json"
-"""The run's id in each service, so that a resumed run continues there."""
-# TensorBoard sorts groups by name, capitals first, so that it shows these first rather than eval/bpt.
+"""File with the run's id in each service, so that a resumed run continues there."""
+# TensorBoard sorts groups by name, capitals first, so these are shown first, before eval/bpt.
 TOP_TAGS = {"train/loss": "Loss/training", "eval/loss": "Loss/held out"}
 CHARTS = {"Loss": {"training and held out": ["Multiline", ["train/loss", "eval/loss"]]}}
 Write = Callable[[dict[str, Any], int], object]
@@ -66,7 +66,7 @@ class Trackers:
         say: Callable[[str], None],
         first_step: int,
     ) -> None:
-        """Open a run in each service, or resume that of `run_dir`; `settings` are logged as hyperparameters.
+        """Open a run in each service, or resume the run of `run_dir`; `settings` are logged as hyperparameters.
 
         `first_step` is the number of steps before this start.
         """
@@ -108,7 +108,7 @@ class Trackers:
         """Call a service; after an error, warn and stop using it."""
         try:
             call(*arguments)
-        except Exception as error:  # services and networks raise many types
+        except Exception as error:  # services and networks raise many types of errors
             del self._open[name]
             problem = escape(f"{type(error).__name__}: {error}")
             self._say(f"[yellow]warning:[/yellow] {name}: stopped logging: {problem}")
@@ -117,7 +117,7 @@ class Trackers:
 def _open_wandb(request: _RunRequest) -> OpenRun:
     wandb = importlib.import_module("wandb")
     identity = request.identity
-    # console=off: wandb would otherwise intercept the output to the log.
+    # console=off: otherwise wandb would intercept the output to the log.
     run = wandb.init(
         project=request.project, name=request.name, id=identity, resume="allow", dir=str(request.folder),
         settings=wandb.Settings(console="off"), config=request.settings,
@@ -162,14 +162,14 @@ def _open_comet(request: _RunRequest) -> OpenRun:
 
 
 def _open_tensorboard(request: _RunRequest) -> OpenRun:
-    """Open an event file; TensorBoard hides the steps of earlier files that the run repeats."""
+    """Open an event file; TensorBoard hides steps in earlier files that the run repeats."""
     from torch.utils.tensorboard import SummaryWriter, summary  # takes a second to import
 
     folder = request.folder / "tensorboard" / (re.sub(r"[^\w.-]+", "-", request.name).lstrip(".") or "run")
     writer = SummaryWriter(str(folder), purge_step=request.first_step + 1)
     writer.add_custom_scalars(CHARTS)
     text = yaml.safe_dump(request.settings, sort_keys=False, allow_unicode=True)
-    writer.add_text("configuration", textwrap.indent(text, "    "))  # in Markdown, four spaces make code
+    writer.add_text("configuration", textwrap.indent(text, "    "))  # four spaces mark code in Markdown
     # `add_hparams` would write them to a separate run in a subfolder.
     for part in summary.hparams(request.settings, {"eval/loss": 0.0, "train/loss": 0.0}):
         writer.file_writer.add_summary(part)  # type: ignore[attr-defined]  # torch declares it as None

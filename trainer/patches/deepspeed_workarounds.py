@@ -32,10 +32,10 @@ def install_workarounds(engine: Engine) -> None:
 
 @replaces("state and master weights of the 16-bit optimizer of stage 0 after its start")
 def undo_zero_step(optimizer: Any) -> None:
-    """Clear the state of a 16-bit optimizer of stage 0, and reset its master weights to those of the model.
+    """Clear the state of a 16-bit optimizer of stage 0, and reset its master weights to the model's weights.
 
     DeepSpeed creates the state by an update with zero gradients. That update decays the weights and counts as a step,
-    so the first real update would be 0.74 of its size (Adam's bias correction of step 2).
+    so the first real update would be 0.74 times its size (Adam's bias correction of step 2).
     """
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
@@ -101,7 +101,7 @@ def scale_the_loss(engine: Engine) -> None:
 
 
 def loss_scaler(optimizer: Any) -> Any:
-    """Return the object that holds the loss scale of a 16-bit optimizer of DeepSpeed."""
+    """Return the object that holds the loss scale of DeepSpeed's 16-bit optimizer."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config  # stage 0
     return require(optimizer, "loss_scaler", "deepspeed")
@@ -119,7 +119,7 @@ def loss_scale_state(scaler: Any) -> tuple[str, ...]:
 @replaces("`get_grad_norm_direct`")
 @replaces("`grad_scale` and `found_inf` of torch's fused AdamW")
 class UpdateGuard:
-    """Passes the gradient norm to the optimizer of an engine of stage 1 or 2 before it updates a group."""
+    """Passes the gradient norm to the optimizer before it updates a group, at stages 1 and 2."""
 
     def __init__(self, engine: Engine, max_grad_norm: float) -> None:
         """Install the guard. Raises UserError if torch or DeepSpeed no longer works as expected."""
@@ -160,7 +160,7 @@ class AdapterGuard:
     """Clips each adapter's gradient by its own norm, and skips the update of adapters with a non-finite norm."""
 
     def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
-        """Install the guard on an engine of stage 1 or 2 with a group for each adapter; a limit of 0 does not clip."""
+        """Install the guard on an engine of stage 1 or 2 with a group per adapter; a limit of 0 does not clip."""
         self._zero, self._limits = engine.optimizer, limits
         self._updated = 0
         self.waiting: set[int] = set()

@@ -1,7 +1,7 @@
 """Compute adapted layers with their merged weight rounded to integers (training.qat).
 
 ops/fake_quantize.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
-on the unrounded base: the SCU's divergence and `eval --base` compare with that.
+on the unrounded base, with which the SCU's divergence and `eval --base` compare.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Compute experts by our operator or in plain torch, with or without an adapter."""
+"""Compute experts with our operator or in plain torch, with or without an adapter."""
 
 from collections import Counter
 from functools import partial

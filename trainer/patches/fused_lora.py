@@ -29,7 +29,7 @@ from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
-"""Number of tokens from which the operators use other kernels (kFewTokens in ops/csrc/operator/passes.h)."""
+"""The operators use other kernels for this many tokens or more (kFewTokens in ops/csrc/operator/passes.h)."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class FusionReport:
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
-        """Return lines for the console: the number of fused layers, and of those not fused by reason."""
+        """Return lines for the console: the number of fused layers, and of unfused layers by reason."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         examples = {reason: name for name, reason in reversed(self.refused)}
@@ -95,7 +95,7 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, Member] = {}
     for name, layer in layers.items():
-        if reason := why_not_fused(layer):
+        if reason := find_fusion_obstacle(layer):
             report.refused.append((name, reason))
         else:
             members[name] = Member(layer)
@@ -108,7 +108,7 @@ def group_layers(
     return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
-def why_not_fused(layer: Any) -> str | None:
+def find_fusion_obstacle(layer: Any) -> str | None:
     """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 

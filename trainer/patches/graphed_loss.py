@@ -23,10 +23,10 @@ from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter,
 from trainer.patches.loss_head import TokenLoss
 
 WARMUP_BATCHES = 3
-"""Number of first micro-batches that are not measured, because they compile, tune and allocate."""
+"""Number of initial micro-batches that are not measured, as they compile, tune and allocate."""
 MEASURED_BATCHES = 3
 HOST_BOUND = 0.8
-"""Fraction of a forward pass that the host must need to launch it for a capture to be tried."""
+"""Capture only if launching a forward pass takes the host at least this fraction of its time."""
 MAX_CAPTURES = 16
 Say = Callable[[str], None]
 Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
@@ -75,13 +75,13 @@ class GraphedLoss:
         self._host_fractions: list[float] = []
         self._calls = self._replayed = 0
         self.why_not = ""
-        """Reason for which graphs are no longer used; empty while they are."""
+        """Why graphs are no longer used; empty while they are used."""
 
     @classmethod
     def create(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
-        """Return a GraphedLoss; None if passes cannot be replayed, with the reason as a message."""
+        """Return a GraphedLoss; if passes cannot be replayed, print why and return None."""
         flat = find_flat_adapter(module)
         if flat is None:
             return None
@@ -102,7 +102,7 @@ class GraphedLoss:
         return self._loss.balancing
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Return the sum of the losses of the batch's targets, nats, fp32."""
+        """Return the loss summed over the batch's targets, nats, fp32."""
         self._calls += 1
         if self.why_not or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return self._loss(model, batch, device)

@@ -1,6 +1,6 @@
 """Install the replacements on a model and its engine, in a fixed order.
 
-Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
+Each forward keeps the one that it replaced. Up to five are stacked on one adapted layer, from the inside out: PEFT's
 forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
 for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
 docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
@@ -49,7 +49,7 @@ class PatchPlan:
     own_elementwise: bool
     """Whether our operators replace norms, gated MLPs and rotary embedding."""
     elementwise_reason: str
-    """Why they do not."""
+    """The reason for this decision."""
     recomputed: str
     """`none`, `activations`, or `norms` (both)."""
     adapters: str
@@ -57,7 +57,7 @@ class PatchPlan:
     adapters_reason: str
     separate_projections: bool
     """Whether shared-input projections are computed one by one."""
-    small_pass: Callable[[Any], object]
+    run_small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
     mlp_tile: int = 0
@@ -96,7 +96,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; return the guard of several adapters, each with its limit of the norm."""
+    """Replace code of DeepSpeed's engine; with a norm limit for each of several adapters, return their guard."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)
@@ -141,7 +141,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
 
     assert plan.backend != "peft"
     options: dict[str, Any] = {
-        "forward": lambda: plan.small_pass(model),
+        "forward": lambda: plan.run_small_pass(model),
         "separate": plan.separate_projections,
         "tokens": plan.rank_tokens,
     }

@@ -29,10 +29,16 @@ from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import document_inputs, has_separate_documents
-from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
+from trainer.patches.plain_head import (
+    find_plain_head_obstacle,
+    linear_layer,
+    observed_factor,
+    replace_head,
+    trained_rows,
+)
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
-"""Models that need a fourth row of positions, next to their own three, to separate the documents of a pack."""
+"""Models that need a fourth row of positions, besides their own three, to separate the documents of a pack."""
 
 
 class TokenLoss:
@@ -62,22 +68,22 @@ class TokenLoss:
         self._decided, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
-        """Load-balancing loss of the latest batch times the weight of its targets, to be weighted like the loss."""
+        """Load-balancing loss of the latest batch, times its targets' weight so that it is scaled like the loss."""
         base: Any = module.get_base_model() if isinstance(module, PeftModel) else module
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
-        if why_not_plain(self._head):
+        if find_plain_head_obstacle(self._head):
             self._head = None
             self._warn_if_estimate_is_off(False)
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the sum of the losses of the batch's targets, nats, fp32."""
+        """Return the loss summed over the batch's targets, nats, fp32."""
         return self.by_part(model, batch, device, None)
 
     def by_part(self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None) -> torch.Tensor:
-        """Return the sum of the losses of each part of the batch [N]; `parts` are their numbers of targets, in order.
+        """Return the loss sum of each part of the batch [N]; `parts` lists the number of targets per part, in order.
 
         No matrix product reads targets of two parts. With `parts=None` the sum of the whole batch is a scalar.
         """
@@ -140,7 +146,7 @@ class TokenLoss:
 
     @property
     def observed(self) -> bool:
-        """Whether it has been decided how head and loss are computed."""
+        """Whether `observe` has decided how to compute head and loss."""
         return self._head is None or self._factor is not None
 
     def _compute(
@@ -191,7 +197,7 @@ class TokenLoss:
     def by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return `measure_tokens` of the targets of the batch, row by row [5, K]; LOSS is differentiable.
+        """Return `measure_tokens` for the batch's targets, row by row [5, K]; LOSS is differentiable.
 
         `base_states` are the result of `compute_base_states`, if `in_chunks`.
         """
@@ -285,7 +291,7 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Decide how head and loss are computed, at the first call by a pass over two tokens."""
+        """Decide at the first call, with a pass over two tokens, how to compute head and loss."""
         if self._head is not None and self._factor is None:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -324,9 +330,9 @@ class TokenLoss:
 @replaces("`_disable_adapters` of adapted layers")
 @contextmanager
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
-    """Disable the adapter within the block without changing requires_grad of its factors, as PEFT would.
+    """Disable the adapter within the block; unlike PEFT, keep the requires_grad of its factors.
 
-    Such a change would break a graph, an engine or a flat buffer that holds the factors.
+    Changing it would break a graph, an engine or a flat buffer that holds the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -30,7 +30,7 @@ def check_packable(model: Any) -> None:
 
 
 def describe_unadapted(model: nn.Module) -> list[str]:
-    """Return a line on weight matrices outside linear layers without an adapter, such as fused experts, if any."""
+    """Return a line on unadapted weight matrices outside linear layers, such as fused experts, if there are any."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
@@ -57,13 +57,13 @@ def describe_unadapted(model: nn.Module) -> list[str]:
 
 
 def _last_name(path: str) -> str:
-    """Return `experts` for mlp.experts.base_layer.base_layer, as PEFT nests several adapters of one module."""
+    """Return a path's last name except PEFT's base_layer: `experts` for mlp.experts.base_layer.base_layer."""
     names = [name for name in path.split(".") if name != "base_layer"]
     return names[-1]
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is a Mamba-2 mixer of transformers; Mamba-1 has no chunks, and other mixers no state."""
+    """Return whether this is a transformers Mamba-2 mixer; Mamba-1 has no chunks, and other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 

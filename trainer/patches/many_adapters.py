@@ -1,7 +1,7 @@
 """The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
 
-`fused_lora` computes the frozen product, with zero factors that need no gradient. So formats of the base, partitioning
-and recomputation work as in a run with one adapter.
+`fused_lora` computes the frozen product, with zero factors that need no gradient, so quantized bases, partitioning and
+recomputation work as in a single-adapter run.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -20,7 +20,15 @@ from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
-from trainer.patches.fused_lora import MANY_TOKENS, FusionReport, Group, Member, check_operators, compute, why_not_fused
+from trainer.patches.fused_lora import (
+    MANY_TOKENS,
+    FusionReport,
+    Group,
+    Member,
+    check_operators,
+    compute,
+    find_fusion_obstacle,
+)
 from trainer.patches.replace import replace
 
 ZERO_FACTOR_RANK = 8
@@ -88,7 +96,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if name not in module.lora_A:
                 continue
             module._active_adapter = [name]
-            if reason := why_not_fused(module):
+            if reason := find_fusion_obstacle(module):
                 raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
             members[name] = Member(module)
             members[name].apply_when_active(active)
@@ -98,7 +106,10 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
 
 
 def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
-    """Return what adapters computed together have in common; one with dropout has its own mask, and is alone."""
+    """Return the grouping key of an adapter: adapters with equal keys are computed together.
+
+    An adapter with dropout gets a unique key, because it needs its own mask.
+    """
     own = [(layer.path, layer.members[name]) for layer in layers if name in layer.members]
     if any(member.has_dropout for _, member in own):
         return name

@@ -13,7 +13,7 @@ from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
-from trainer.patches.plain_head import observed_factor, why_not_plain
+from trainer.patches.plain_head import find_plain_head_obstacle, observed_factor
 
 CAPPED = "the model caps its logits"
 _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -76,7 +76,7 @@ def _attends_with_mask(model: Any) -> bool:
 
 
 class _States(tuple[torch.Tensor]):
-    """A decoder's output of which models read the hidden states by index or by name."""
+    """A decoder output whose hidden states can be read by index or by name."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -90,9 +90,9 @@ def why_head_apart(model: Any) -> str | None:
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        return why_not_plain(None)
+        return find_plain_head_obstacle(None)
     head = base.get_output_embeddings()
-    if reason := why_not_plain(head):
+    if reason := find_plain_head_obstacle(head):
         return reason
     below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
     if not below:

@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Replaceable:
-    """Forwards of modules and functions of modeling files that our operators replace, and those they do not."""
+    """Module forwards and modeling-file functions that our operators can replace, and those they cannot."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """(module, its new forward)."""
@@ -111,7 +111,7 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
     """Replace norms, gated MLPs and rotary embedding by our operators where they agree with the model's own code.
 
-    Call it before adapters are added. Trained norms (not `frozen_norms`) stay the model's own. `recompute` lets layers
+    Call it before adapters are added. Trained norms (not `frozen_norms`) keep the model's code. `recompute` lets layers
     recompute the outputs of gated MLPs (`activations`), also of norms (`norms`), or neither (`none`).
     """
     examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)

@@ -25,7 +25,7 @@ from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
 TOWER = "zerolora_flash_windows"
-"""transformers passes the bounds of windows only to attention with `flash` in its name."""
+"""transformers passes window bounds only to attention functions with `flash` in their name."""
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 CUDNN_TILE = 128
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -37,7 +37,7 @@ SUPPORT_FLAGS = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""Attributes of transformers' model classes that declare support for an attention."""
+"""Attributes of transformers model classes that declare support for an attention."""
 
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
@@ -120,9 +120,9 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         set_varlen(model)
 
 
-@replaces("attention in the windows of image towers")
+@replaces("attention in the windows of vision towers")
 def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Make image towers attend within all their windows in one call, where transformers calls sdpa for each window.
+    """Make vision towers compute all their windows in one attention call; transformers calls sdpa once per window.
 
     Qwen2.5-VL has 64 windows in each of 28 layers for an image of 896 x 896 pixels.
     """
@@ -130,17 +130,19 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
     if not has_flash(device, dtype):
         return
+    of_text = (None, model.config, model.config.get_text_config())
     for path in find_non_text_modules(model):
         for module in model.get_submodule(path).modules():
             config = getattr(module, "config", None)
-            takes_bounds = "cu_seqlens" in inspect.signature(module.forward).parameters
-            if takes_bounds and config is not None and config._attn_implementation in ("sdpa", VARLEN):
+            if "cu_seqlens" not in inspect.signature(module.forward).parameters or config in of_text:
+                continue
+            if config._attn_implementation in ("sdpa", VARLEN):
                 AttentionInterface.register(TOWER, window_attention)
                 config._attn_implementation = TOWER
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether our attention can compute documents that share keys in a loaded model: no sinks, no chunks."""
+    """Return whether documents of a loaded model can share keys: our attention supports no sinks and no chunks."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -151,7 +153,7 @@ def set_varlen(model: Any) -> None:
     """Make a loaded model use our attention."""
     from transformers import AttentionInterface
 
-    # Without a registered mask transformers builds none. It would be L x L in every forward pass, and detecting packed
+    # No mask is registered, so transformers builds none. It would be L x L in every forward pass, and detecting packed
     # documents would wait for the device.
     AttentionInterface.register(VARLEN, sequence_attention)
     model.set_attn_implementation(VARLEN)
@@ -165,7 +167,7 @@ def disable_varlen(model: Any) -> None:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports the device and dtype: 16 bits, compute capability 8.0 and up."""
+    """Return whether torch's flash attention supports device and dtype: 16 bits, compute capability 8.0 or higher."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -258,7 +260,7 @@ def sequence_attention(
     sequence: SequencePart | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `varlen_attention`; with `sequence`, of the tokens [1, heads, T/N, head_dim] on one of N ranks."""
+    """Compute `varlen_attention`; with `sequence`, the inputs are one rank's tokens [1, heads, T/N, head_dim]."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)

@@ -137,7 +137,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 
 @torch.no_grad()
 def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
-    """Raise UserError if logits of a part of a sequence differ from those of the full sequence; a collective call.
+    """Raise UserError if logits of a part of a sequence differ from the full sequence's; a collective call.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
     """
@@ -179,9 +179,9 @@ class _Probe:
         self._tokens = _distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state between documents compute each separately; return the remaining problem, if any.
+        """Make layers that carry state across documents compute each one separately; return a remaining problem.
 
-        These layers use their kernels if those separate documents.
+        These layers use their kernels if the kernels separate documents.
         """
         changed_first, changed_last = self._tokens.clone(), self._tokens.clone()
         changed_first[: LENGTHS[0]] += 1
@@ -207,7 +207,7 @@ class _Probe:
             leaks = bool(failed or new)
         change = self._logits(changed_last) - logits
         if _compute_rms(change[:-1]) > tolerance * _compute_rms(change[-1:]):
-            # If a separated layer turned out to need its mask, the cause was the documents.
+            # A separated layer may have needed its mask; then the documents are the problem.
             return problem if problem and separate else "tokens attend to later tokens"
         return problem if mixes_documents else None
 
@@ -240,7 +240,7 @@ class _Observer:
         self._calls: Counter[str] = Counter()
         self._leaking: set[str] = set()
         self._inseparable = {""}
-        """Modules that cannot compute documents separately, as they get tensors that belong to no token."""
+        """Modules that cannot compute documents separately, as some of their inputs have no token dimension."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -272,15 +272,15 @@ class _Observer:
             old_input, old_results = self._first_pass[call]
             input_change = _compare_documents(old_input, inputs[0])
             has_experts = any("experts" in name for name, _ in self._modules[path].named_modules(prefix=path))
-            # In 16 bits kernels round differently next to other documents, by less than LEAK.
+            # In 16 bits, a kernel's rounding depends on other documents, by less than LEAK.
             rounding = LEAK if inputs[0].element_size() == 2 else 0.0
-            # Earlier experts may have been chosen differently, and any layer can amplify that a little.
+            # Earlier routers may have chosen other experts, and any layer can amplify this a little.
             limit = max(self._tolerance, AMPLIFIED * input_change) if input_change or has_experts else rounding
             if input_change <= self._tolerance and max(map(_compare_documents, old_results, results)) > limit:
                 self._leaking.add(path)
 
     def leaking_classes(self) -> set[type]:
-        """Return the classes of these layers, except attention, which gets bounds or a mask."""
+        """Return the classes of leaking layers, except attention, which gets bounds or a mask."""
         innermost = [at for at in self._leaking if not any(other.startswith(f"{at}.") for other in self._leaking)]
         modules = [self._modules[path] for path in innermost if path not in self._inseparable]
         return {type(module) for module in modules if not hasattr(module, "is_causal")}

@@ -36,8 +36,8 @@ class Documents:
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
         """Find the documents on the host by positions that restart, and `move` the layers' indices to the device.
 
-        Documents of similar length are computed together, with at most half of their tokens padding. `one_call`
-        computes all of them together, because every rank must call a layer equally often if each call gathers weights.
+        Documents of similar length are computed together, with at most half of the tokens as padding. `one_call` puts
+        all in one call: if calls gather weights, every rank must call a layer the same number of times.
         """
         self.shape = position_ids.shape
         is_first = position_ids.flatten() == 0
@@ -123,7 +123,7 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positions: Tensor | None = None) -> Any:
-    """Join the results for tokens into [B, L, ...]; return other results, such as states, of the first part."""
+    """Join per-token results into [B, L, ...]; return other results, such as states, from the first part."""
     if isinstance(parts[0], tuple | list):
         return tuple(_join(items, shapes, shape, positions) for items in zip(*parts, strict=True))
     if not all(isinstance(part, Tensor) and part.shape[:2] == size for part, size in zip(parts, shapes, strict=True)):

@@ -28,7 +28,7 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
     return factors[0] if factors[0] > 0 and len(set(factors)) == 1 else None
 
 
-def why_not_plain(head: Any) -> str:
+def find_plain_head_obstacle(head: Any) -> str:
     """Return why this head cannot be fused with the loss; empty if it can."""
     layer = linear_layer(head)
     if type(layer) is not nn.Linear:
@@ -66,7 +66,7 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""The indices on their device, as copying them in every pass would wait for it."""
+"""Cached indices on the device, because copying them in every pass would wait for it."""
 
 
 @replaces("the forward of the output head")

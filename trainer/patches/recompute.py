@@ -1,7 +1,7 @@
 """Set up gradient checkpointing: recompute parts of the model in the backward pass, and keep only their inputs.
 
 non_reentrant, reentrant   recompute every decoder layer, or the first ones
-selective                  recompute the MLP of every layer, which keeps most of a layer's activations, not attention
+selective                  recompute the MLP of every layer, which has most of its activations, but not attention
 offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
 """
 
@@ -95,9 +95,9 @@ def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | No
 
 
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
-    """Run a checkpoint that repeats its random numbers; during the capture of a CUDA graph, only our operators' ones.
+    """Run a checkpoint that repeats its random numbers; while a CUDA graph is captured, only our operators' numbers.
 
-    There, other random numbers change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
+    In a graph, other random numbers change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
@@ -179,14 +179,14 @@ def _checkpoint_forward(forward: Callable[..., Any], run: Callable[..., Any]) ->
 
 
 def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    # These hooks see only the tensors that the checkpoint itself keeps, since inside it, its own hooks apply.
+    # These hooks see only the tensors that the checkpoint itself keeps, because its own hooks apply inside it.
     offload.layer += 1
     with torch.autograd.graph.saved_tensors_hooks(offload.copy_input, offload.fetch):
         return run(function, *args)
 
 
 def free_host_memory() -> int:
-    """Return the bytes of host memory that may hold activations: the free memory, minus a tenth of the machine's."""
+    """Return the bytes of host memory that may hold activations: the free memory minus a tenth of the total."""
     return max(0, int(process_state.free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
 
 
@@ -239,7 +239,7 @@ class HostCopies:
         return copy
 
     def fetch(self, copy: "Tensor | _Copy") -> Tensor:
-        """Return the activation on its device, and prefetch the others of its layer and of the layer before."""
+        """Return the activation on its device, and prefetch the rest of its layer and the previous layer."""
         if isinstance(copy, Tensor):
             return copy
         self._start_fetch(copy)

@@ -1,8 +1,8 @@
 """Compute gated MLPs over tiles of the sequence, so that their activations do not grow with its length.
 
-The backward pass recomputes a tile just before its gradients. Only the input is kept, by `_KeepInput`, at which the
-recomputation of a layer stops instead of computing the MLP a third time. The factors' gradients are summed over the
-tiles in 32 bits, and reach autograd once, like those of an untiled MLP.
+The backward pass recomputes a tile just before its gradients. `_KeepInput` keeps only the input, and a checkpointed
+layer's recomputation stops there instead of computing the MLP a third time. The factors' gradients are summed over the
+tiles in 32 bits, and reach autograd once, as without tiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 
 AUTO_TILE = 8192
-"""Tokens per tile, enough for full matmul speed, and for the cost of dequantizing weights in every tile to be small."""
+"""Tokens per tile: enough for full matmul speed and a small relative cost of dequantizing weights per tile."""
 Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that the module reads
 
 
@@ -96,7 +96,7 @@ class _KeepInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, contexts: list[Any], _: Tensor | None) -> Tensor:
-        """Save x; the last argument needs a gradient, so that autograd saves an x that needs none."""
+        """Save x; the last argument requires a gradient, so that autograd saves x even if x does not."""
         ctx.save_for_backward(x)
         contexts.append(ctx)
         return x.view_as(x)

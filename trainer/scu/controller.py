@@ -6,7 +6,7 @@ Optimizer step t:
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
-The only wait for the device is the check, every `scu.check_every` steps, that lambda is bitwise equal on all ranks.
+The only wait for the device is the check that lambda is bitwise equal on all ranks, every `scu.check_every` steps.
 Evaluation does not use the penalty. A fault raises ScuFault on every rank; training never continues without it.
 """
 
@@ -106,9 +106,9 @@ class Steering:
 
         Raises UserError with the reachable range, or only warns if the run `resumes` and may have few steps left.
 
-        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: of A,
-        for all remaining optimizer steps; `b_ratio`: B's over A's (LoRA+). AdamW moves an element by at most about the
-        learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
+        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's,
+        for all remaining optimizer steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
+        the learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
         """
         if self.law.controller != "pi" or self.information is None:
             return []
@@ -231,7 +231,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return `scu/*` of the latest measurement, which is of the previous step unless `settle` was called."""
+        """Return the latest measurement's `scu/*` metrics: the previous step's, unless `settle` was called."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
@@ -253,7 +253,7 @@ class Steering:
         return {"controller": asdict(self.state), "pending": pending}
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
-        """Continue after optimizer step `step`, with the records in `run_dir`; return notes on changed settings."""
+        """Resume after optimizer step `step`, with the records in `run_dir`; return notes on changed settings."""
         self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
         pending = values["pending"]
         self._pending = pending and _Pending(

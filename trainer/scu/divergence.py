@@ -112,7 +112,7 @@ class Divergence:
         return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
 
     def measure_all(self) -> float:
-        """Return K on all documents in bits per token, counting a few twice to fill all ranks; a collective call."""
+        """Return K on all documents in bits per token, repeating a few to fill all ranks; a collective call."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
         for step in range(1, count + 1):

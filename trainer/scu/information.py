@@ -51,7 +51,7 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Return all active LoRA pairs, or those of the selected adapter, in module order.
+    """Return all active LoRA pairs, or the selected adapter's, in module order.
 
     Raises UserError if there are no pairs, or a factor is not a matrix.
     """
@@ -109,7 +109,7 @@ class AdapterInformation:
 
         Under ZeRO-3 with `factors`, it covers this rank's shards times the number of ranks; otherwise the full adapter,
         on every rank. A collective call (`delta` gathers partitioned parameters) between a forward and its backward
-        pass, where autograd has each parameter's full shape instead of (0,), as while partitioned.
+        pass, when autograd sees each parameter's full shape and not (0,), the shape of a partitioned one.
         """
         compute = _delta if self.measure == "delta" else _factors
         with torch.no_grad():
@@ -192,7 +192,7 @@ class _Chunk:
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
     def by_layer(self, gradient: Tensor) -> Tensor:
-        """Reshape a gradient to [layers, ...], for experts [layers, E, ...]."""
+        """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
         experts = whole_shape(self.a[0])[:-2]
         return gradient.view(len(self.a), *experts, *gradient.shape[1:])
 
@@ -229,7 +229,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Save the gradients; `counts`: for each, whether its tensors are stacked to one, and their number."""
+        """Save the gradients; `counts`: whether each one's tensors are stacked into one, and their number."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]

@@ -14,8 +14,8 @@ The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence o
                       lambda <- clip(lambda exp(Kp e + I), lambda_min, lambda_max)
 
 The sign is plus: too much information raises lambda. ln lambda is itself an integrator, so in the published law Kp is
-integral action and Ki a double one, and an error in S means little at a target of 0.1 % and much at 25 %. In the logit
-an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
+integral action and Ki double integral action. There, S at twice the target gives e = 0.001 if the target is 0.1 %, and
+e = 0.25 if it is 25 %. In the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
 Every rank runs this on the same reduced measurement in double precision, hence with bitwise equal results.
 """
 
@@ -153,7 +153,7 @@ def _advance_published(law: Law, state: State, error: float) -> State:
 
 
 def _level(law: Law, measured: float) -> float:
-    """Return logit S, or ln K, in which equal ratios are equal differences."""
+    """Return logit S, or ln K, so that equal ratios become equal differences."""
     if law.form == "kl":
         return math.log(max(measured, TINY))
     ratio = _clip(measured, TINY, 1.0 - TINY)

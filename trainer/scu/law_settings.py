@@ -1,4 +1,4 @@
-"""Build control law and measure from the section `scu`, and adapt the state of a checkpoint to changed settings."""
+"""Build control law and measure from the `scu` section, and adapt the state of a checkpoint to changed settings."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
 AUTO_TARGET_BITS = 0.05
-"""Target of K, bits per token."""
+"""Target of K for `auto`, bits per token."""
 LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda_start", "lambda_min", "lambda_max")
 """Settings that are fields of the law."""
 

@@ -108,7 +108,7 @@ def build_divergence(
 
 @phase("steer")
 def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], None]) -> float:
-    """Scale the adapter in memory to the target of `kl` on held-out text; return the factor. A collective call."""
+    """Scale the adapter in memory to meet the `kl` target on held-out text; return the factor. A collective call."""
     if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
         return 1.0
 
@@ -145,7 +145,7 @@ class ScaleFit:
 
 
 def choose_held_out(count: int) -> set[int]:
-    """Choose 1/8 of the positions of `count` texts, at most 64; none if there are fewer than 64 texts."""
+    """Choose the positions of 1/8 of `count` texts, at most 64; none if there are fewer than 64 texts."""
     # Groups of neighbors, so that parts of one document are rarely on both sides.
     groups = min(count // MIN_TEXTS, MAX_GROUPS)
     begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBORS // 2 for group in range(groups)]

@@ -223,7 +223,7 @@ class Builder:
             adapters=decisions.adapters.value,
             adapters_reason=decisions.adapters.reason,
             separate_projections=not decisions.siblings.value,
-            small_pass=self._task.small_pass,
+            run_small_pass=self._task.run_small_pass,
             shards=shards,
             mlp_tile=decisions.mlp_tile.value,
         )

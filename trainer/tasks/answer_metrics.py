@@ -1,4 +1,4 @@
-"""Metrics of generated answers to held-out prompts, compared with the answers in the records."""
+"""Metrics that compare generated answers to held-out prompts with the answers in the records."""
 
 import json
 import math

@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 EXAMPLES = 3
 """Number of training examples on the report page."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
-"""Loss in `training.loss` -> setting of its parameter."""
+"""Maps `training.loss` to the setting of its parameter."""
 
 
 class LanguageTask(Task):
@@ -58,7 +58,7 @@ class LanguageTask(Task):
     peft_type = "CAUSAL_LM"
     formats: ClassVar[tuple[str, ...]] = ("peft", "vllm", "sglang", "gguf-lora", "hf", "gguf", "ollama")
     auto_class, pipeline_tag = "AutoModelForCausalLM", "text-generation"
-    """The class of transformers that loads the model, and its pipeline tag on the hub."""
+    """The transformers class that loads the model, and its pipeline tag on the hub."""
     predicts_time = True
 
     def __init__(
@@ -114,7 +114,7 @@ class LanguageTask(Task):
         ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
         return ids
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         return model(input_ids=torch.full((1, 8), self._any_token, device=self._device), use_cache=False)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
@@ -171,7 +171,7 @@ class LanguageTask(Task):
 
     @property
     def _data_rank(self) -> dict[str, int]:
-        """This rank among those with different samples; ranks that share a sequence have the same number."""
+        """Rank and world size for distributing samples; ranks that share a sequence count as one."""
         parallel = self._config.parallel
         return {
             "rank": self._ranks.rank // parallel.sequence,
@@ -241,7 +241,7 @@ class LanguageTask(Task):
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a writer of the tokenizer's files, which are built here since other threads must not use it."""
+        """Return a function that writes tokenizer files built here: other threads must not use the tokenizer."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)

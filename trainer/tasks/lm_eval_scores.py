@@ -1,8 +1,8 @@
-"""Measure the scores of lm-eval's tasks with all ranks, on the model in memory.
+"""Measure lm-eval scores of the model in memory, with all ranks.
 
 Every rank runs lm-eval on all documents, but computes only some of the batches and gets the results of the others. The
-batches are those of a single rank, so the number of ranks does not change a score. All ranks compute equally many
-batches, since a forward pass under ZeRO-3 gathers weights.
+batches are the same as on one rank, so the number of ranks does not change a score. All ranks compute the same number
+of batches, since a forward pass under ZeRO-3 gathers weights.
 """
 
 import copy
@@ -72,9 +72,9 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 class _Model:
-    """The interface of a model that lm-eval calls; not an nn.Module, since lm-eval would tie its weights again.
+    """The model interface that lm-eval calls; not an nn.Module, since lm-eval would tie its weights again.
 
-    It truncates the vocabulary to the tokenizer's `tokens`, without padding, as lm-eval does for adapters.
+    It truncates the vocabulary to the tokenizer's `tokens`, as lm-eval does for adapters.
     """
 
     def __init__(self, module: Any, device: torch.device, tokens: int, *, synced: bool) -> None:
@@ -175,7 +175,7 @@ def _use_lm_eval_seeds() -> Iterator[None]:
 
 @replaces("`Collator`, which batches requests")
 def _share_batches(ranks: Ranks) -> Any:
-    """Return a context in which each rank computes some of lm-eval's batches and gets the results of all."""
+    """Return a context in which each rank computes some of lm-eval's batches and gets all results."""
     if ranks.world_size == 1:
         return nullcontext()
 

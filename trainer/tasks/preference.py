@@ -1,7 +1,7 @@
 """Preference training of language models on pairs of a chosen and a rejected answer (DPO and similar losses).
 
 Both answers are documents of the same batch or pack, so one pass computes them. The reference is the same model with
-its adapter disabled: it takes a second forward pass without gradients, in each step or once, but no memory.
+its adapter disabled: it takes a second forward pass without gradients, in each step or once, but no extra memory.
 """
 
 import math
@@ -51,7 +51,7 @@ MAX_SEARCHED_DOCUMENTS = 1000
 
 
 class Sums:
-    """Sums of training and of evaluation since they were last taken."""
+    """Sums of training and evaluation values since the last `take`."""
 
     def __init__(self) -> None:
         self._sums: dict[bool, torch.Tensor] = {}
@@ -61,7 +61,7 @@ class Sums:
         self._sums[training] = self._sums.get(training, 0.0) + sums
 
     def add_pairs(self, values: Iterable[torch.Tensor], *, training: bool) -> None:
-        """Add values [P] of pairs, and their number."""
+        """Add the sums of values [P] over pairs, and the number of pairs."""
         values = tuple(values)
         sums = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
         self.add(torch.stack(sums), training=training)
@@ -80,17 +80,17 @@ class Sums:
 
 
 class PreferenceLoss(TokenLoss):
-    """The sum over pairs of their loss, and metrics of the pairs."""
+    """The summed loss of pairs, and their metrics."""
 
     answers = 2
-    """Number of documents of a row that are answers to its prompt."""
+    """Documents per row that count as answers: mismatched ones do not."""
     unit = "pairs"
-    """Meaning of the columns of `measure_pairs`."""
+    """What the columns of `measure_pairs` stand for."""
     keeps_adapter = False
-    """Whether the cached reference is the model with its adapter before training."""
+    """Whether the cached reference includes the adapter before training."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
-        """Prepare the loss of a model; `options` are those of TokenLoss."""
+        """Prepare the loss of a model; `options` are passed to TokenLoss."""
         super().__init__(module, **options)
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
@@ -105,14 +105,14 @@ class PreferenceLoss(TokenLoss):
         return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return loss, accuracy and margin of rewards of every pair [3, P], fp32; a tie counts as half right."""
+        """Return loss, accuracy and margin of rewards of every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores, losses = self._score_pairs(model, batch, device)
         chosen, rejected = scores.ratios
         margins = self._settings.beta * (chosen - rejected)
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of the batch's pairs and their losses [P], and add the metrics."""
+        """Return the log-probabilities of the batch's pairs and their losses [P]; record metrics."""
         counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -134,7 +134,7 @@ class PreferenceLoss(TokenLoss):
         return scores, losses
 
     def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
-        """Add the token metrics of the answers, excluding mismatched answers."""
+        """Record the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
         is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
         counted = is_answer[_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
@@ -143,7 +143,7 @@ class PreferenceLoss(TokenLoss):
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        """Return the losses of rows [P], and add the metrics."""
+        """Return the losses of rows [P]; record metrics."""
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
@@ -158,7 +158,7 @@ class PreferenceLoss(TokenLoss):
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
     ) -> torch.Tensor:
-        """Return the negated sum of every answer [P, 2]; `beyond` (see `_token_weights`) defaults to length_weight."""
+        """Return each answer's negated loss sum [P, 2]; `beyond` (see `_token_weights`) defaults to length_weight."""
         weights = _token_weights(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
         weights = to_device(weights[_local_targets(batch, token_losses)], token_losses.device)
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
@@ -170,7 +170,7 @@ class PreferenceLoss(TokenLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labelled answers; the second document of a row is mismatched.
+    """KTO (Ethayarajh et al. 2024), summed over labelled answers; a row's second document has a mismatched answer.
 
     The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, at least
     0, without a gradient.
@@ -182,7 +182,7 @@ class KtoLoss(PreferenceLoss):
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return loss, accuracy and margin of every answer [3, P].
 
-        The margin is beta times the distance from the batch's baseline, positive on the side that the label demands.
+        The margin is beta (log p - log p_ref - baseline), negated for undesirable answers.
         """
         scores, losses = self._score_pairs(model, batch, device)
         margins = self._find_margins(scores, batch)[0]
@@ -249,7 +249,7 @@ def _labels(batch: PairBatch) -> torch.Tensor:
 
 
 def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
-    """Return the weight of every target: `beyond` after the length of the pair's shorter answer, else 1."""
+    """Return the weight of every target: `beyond` past the length of the pair's shorter answer, else 1."""
     weights = torch.ones(int(counts.sum()))
     shortest = counts.view(-1, 2).amin(1).repeat_interleave(2)
     for start, count, shared in zip(counts.cumsum(0) - counts, counts, shortest, strict=True):
@@ -272,7 +272,7 @@ def check_answers(
 
 
 def _check_labels(loss: str, part: DataStats, label: str) -> None:
-    """Raise UserError unless the loss is `kto` exactly if the answers have labels, and both labels occur."""
+    """Raise UserError unless `kto` is used if and only if answers have labels, and both labels occur."""
     labelled = part.desirable + part.undesirable
     if loss != "kto" and labelled:
         raise UserError(

@@ -1,7 +1,7 @@
 """Losses of preference pairs, with TRL's names, as functions of the log-probabilities of answers.
 
 Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
-h(y) = log p(y) - log p_ref(y), c and r beta h of the chosen and the rejected answer, p the settings.
+h(y) = log p(y) - log p_ref(y), c and r are beta h of the chosen and the rejected answer, p the settings.
 """
 
 import math
@@ -38,7 +38,7 @@ class PairScores:
 
 
 def pair_losses(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Return the weighted sum of the configured losses of each pair [P]."""
+    """Return the weighted sum of the configured losses for each pair [P]."""
     c, r = (settings.beta * ratio for ratio in scores.ratios)
     losses = [weight * LOSSES[name](c, r, scores, settings) for name, weight in settings.loss.items()]
     return torch.stack(losses).sum(0)
@@ -99,7 +99,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tens
     "simpo": lambda c, r, scores, p: _smoothed(
         p.beta * (scores.means[0] - scores.means[1]) - p.gamma, p.label_smoothing
     ),
-    # Hong et al. 2024: the loss of the chosen answer, and beta times that of the ratio of odds
+    # Hong et al. 2024: the loss of the chosen answer, and beta times the odds-ratio loss
     "orpo": lambda c, r, scores, p: _orpo(scores, p.beta),
     # Pang et al. 2024 (RPO's second term): -log p(c) / n(c)
     "sft": lambda c, r, scores, p: -scores.means[0],

@@ -27,7 +27,7 @@ class RewardLoss(TokenLoss):
     """Meaning of the columns of `measure_pairs`."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
-        """Prepare the loss of a model; `options` are those of TokenLoss."""
+        """Prepare the loss of a model; `options` are passed to TokenLoss."""
         super().__init__(module, **options)
         self._center = settings.center
         self._sums = Sums()
@@ -42,7 +42,7 @@ class RewardLoss(TokenLoss):
         return self.pair_losses(scores, batch.margins).sum()
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
-        """Return loss, accuracy and margin of every pair [3, P], fp32; a tie counts as half right."""
+        """Return loss, accuracy and margin of every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores = self.score_answers(model, batch, device)
         margins = scores[:, 0] - scores[:, 1]
         return torch.stack([self.pair_losses(scores, batch.margins), (margins.sign() + 1) / 2, margins])
@@ -68,7 +68,7 @@ class RewardLoss(TokenLoss):
     def _score(self, model: Any, batch: MicroBatch, device: torch.device, select: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the scores of the hidden states that `select` returns, fp32.
 
-        The model reads one position of each row of its scores, so every position has all selected scores.
+        transformers pools the scores to one position per row, so the selected scores are broadcast to all positions.
         """
         inputs, _ = self._inputs(batch, device)
         head = self._base.score

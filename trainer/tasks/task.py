@@ -34,10 +34,10 @@ class BatchSource(Protocol):
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples of all ranks; None for a stream, which is one endless epoch."""
+        """Number of samples over all ranks; None for a stream, which is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches `offset` samples into the epoch, and the number of samples of all ranks."""
+        """Return this rank's micro-batches of the step at sample `offset`, and its sample count over all ranks."""
 
 
 class StepLoss(Protocol):
@@ -55,7 +55,7 @@ class StepLoss(Protocol):
 
 
 class Task(Protocol):
-    """A kind of model, in one run on one rank."""
+    """The model-specific part of a run, on one rank."""
 
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
@@ -85,7 +85,7 @@ class Task(Protocol):
         """Return the ids of the embedding rows that are trained with the adapter."""
         return []
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         """Run a forward pass on the smallest input that the model accepts."""
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
@@ -102,7 +102,7 @@ class Task(Protocol):
         """Return this rank's training batches."""
 
     def evaluation(self) -> Iterable[Any]:
-        """Return this rank's batches of held-out data; every rank has equally many."""
+        """Return this rank's batches of held-out data; every rank has the same number."""
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
         """Measure the scores of the `evaluation` section, of the base model if `base`; a collective call."""

@@ -199,8 +199,8 @@ template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Launches a kernel so that, on compute capability 9.0 and up, it may start while the previous one ends (programmatic
-// dependent launch). `cluster`: number of CTAs with consecutive block indices in a cluster.
+// Launches a kernel so that, on compute capability 9.0 or higher, it may start while the previous one ends
+// (programmatic dependent launch). `cluster`: number of CTAs with consecutive block indices in a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlap,
                               int cluster, cudaStream_t stream, const Arguments&... arguments) {
@@ -222,8 +222,8 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int thre
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Returns how many CTAs run at once in clusters. A cluster is within a GPC, which may leave multiprocessors idle;
-// `fallback` is the number of clusters if the driver does not tell.
+// Returns how many CTAs run at once in clusters. A cluster lies within a GPC, which may leave multiprocessors idle;
+// `fallback` is the number of clusters if the driver reports none.
 template <typename Kernel>
 int count_concurrent_ctas(Kernel kernel, int grid, int threads, int shared_bytes, int cluster, int fallback) {
   cudaLaunchAttribute attribute{};

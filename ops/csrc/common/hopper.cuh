@@ -213,8 +213,8 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, b
 }
 
 // Takes two pieces of 8 columns (2 * pair and the next) in row lane / 4 (+ 8 if `half`) of the accumulators of a
-// product 64 rows high. Two lanes exchange values so that each holds 4 adjacent columns from 16 * pair + quad_column()
-// on.
+// product 64 rows high. Two lanes exchange values so that each holds 4 adjacent columns, the first of which is
+// 16 * pair + quad_column().
 template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int half, int pair) {
   const bool odd = threadIdx.x % 2 == 1;
   const int i = pair * 8 + half * 2;

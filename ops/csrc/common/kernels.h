@@ -2,7 +2,7 @@
 // Legend: T tokens, D columns of the matrix that is read (I or O), R rank (the ranks of a group concatenated, each
 // padded to 8).
 //
-// One primitive does all rank-space work. It reads Z[T,D] once and gives
+// One primitive does all rank-space work. It reads Z[T,D] once and computes
 //     U[T,R] = (m*Z) P        and/or        G[D,R] = (m*Z)^T V,
 // as fp32 partial sums over D-splits (for U) and T-splits (for G), or as final sums if the CTAs that share a result can
 // add theirs through shared memory. `reduce` adds the partial sums. Both add in a fixed order without atomics, so the
@@ -21,7 +21,7 @@ inline bool aligned(const void* pointer, int64_t ld) {
 }
 
 constexpr int kMaxGroup = 16;
-constexpr int kRankChunk = 64;                // most ranks of one tensor-core launch
+constexpr int kRankChunk = 64;                // maximum ranks of a tensor-core launch
 constexpr int kMmaRows = 64, kMmaCols = 128;  // tile of Z on mma.sync
 constexpr int kWgmmaCols = 128;               // columns of a tile on wgmma
 // Returns the rows of a tile on wgmma. If both results are needed, U is stored after every row of tiles. Above rank 16
@@ -85,7 +85,7 @@ struct Plan {
   int64_t u_floats = 0, g_floats = 0;  // workspace
 };
 
-// Where ranks [begin, begin + rank) of a result go, times `scale`.
+// Destination of the ranks [begin, begin + rank) of a result, times `scale`.
 struct Target {
   int begin = 0, rank = 0;
   float scale = 1.f;
@@ -93,7 +93,7 @@ struct Target {
   int64_t ld = 0;
 };
 
-// One pass: how it is split, and where its partial sums or its finished result go.
+// One pass: its split, and the destination of its partial sums or finished result.
 struct RankWork {
   RankPass pass;
   Plan plan;
@@ -147,7 +147,7 @@ struct PackJob {
 constexpr int kMaxPackJobs = 2 * kMaxGroup;
 cudaError_t launch_pack(const PackJob* jobs, int count, cudaStream_t stream);
 
-// Y[T,D] (+)= keep * (H[T,R] Q[D,R]^T) + bias[D], for f16 and bf16 with 16-byte aligned rows (except of Q by rank).
+// Y[T,D] (+)= keep * (H[T,R] Q[D,R]^T) + bias[D], for f16 and bf16 with 16-byte aligned rows (except Q by rank).
 struct Expand {
   DType dtype = DType::bf16;
   const void* h = nullptr;
@@ -175,7 +175,7 @@ cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D,
 //     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D])
 // forward: W is [D,K] and Q [D,R]; else W is [K,D] and Q [R,D]. R = 0: the plain product. Rows are 16-byte aligned.
 constexpr int kMaxParts = 4;
-constexpr int kFrozenRows = 128, kFrozenCols = 256, kFrozenCluster = 2;  // a CTA's tile; CTAs one above the other
+constexpr int kFrozenRows = 128, kFrozenCols = 256, kFrozenCluster = 2;  // a CTA's tile; CTAs of adjacent rows
 struct FrozenPart {
   const void* x = nullptr;
   int64_t ldx = 0;

@@ -27,7 +27,7 @@ struct Args {
   Origin origin[kMaxGroup];
 };
 
-// The bits of magnitudes compare like the magnitudes, and those of a NaN are largest.
+// The bits of magnitudes compare like the magnitudes, and a NaN's are largest.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
 // Returns the maximum over a CTA's threads; consecutive calls must use different words of shared memory.

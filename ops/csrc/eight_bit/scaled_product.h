@@ -14,7 +14,7 @@ namespace zerolora {
 
 struct Scaled {
   Tensor q, t, right, v;  // v undefined: 1
-  bool fast = true;       // sum in the tensor cores only, instead of in float32 every 128 terms
+  bool fast = true;       // sum only in the tensor cores, not also in float32 every 128 terms
 
   int64_t depth() const { return q.size(1); }
   bool fp8() const { return right.scalar_type() == at::kByte; }
@@ -53,7 +53,7 @@ struct LtCall {
     while (reinterpret_cast<uintptr_t>(data) % bytes != 0) bytes /= 2;
     return bytes;
   }
-  // cuBLAS reads columns: it computes Y^T[N,T] = right q^T, right transposed.
+  // cuBLAS is column-major: it computes Y^T[N,T] = right q^T, right transposed.
   bool describe(const Matrix& y, const Scaled& of, const float* row, const float* column) {
     const auto size = [](int64_t count) { return static_cast<uint64_t>(count); };
     const auto succeeded = [](cublasStatus_t status) { return status == CUBLAS_STATUS_SUCCESS; };
@@ -107,7 +107,7 @@ inline bool outer_scaled_product(const Matrix&, const Scaled&, float, cudaStream
 
 // Multiplies int8 by torch's product, some rows at a time to limit the memory of its int32 sums.
 inline void int8_product(const Matrix& y, const Scaled& of, float beta, cudaStream_t stream) {
-  constexpr int64_t kRowsAtOnce = 4096, kFewest = 17;  // _int_mm takes more than 16
+  constexpr int64_t kRowsAtOnce = 4096, kFewest = 17;  // _int_mm needs more than 16
   const Tensor transposed = of.right.t();
   for (int64_t begin = 0; begin < y.rows; begin += kRowsAtOnce) {
     const int64_t rows = std::min(kRowsAtOnce, y.rows - begin);

@@ -11,7 +11,7 @@ constexpr int kTile = 128, kThreads = 256, kPieces = kTile / 16, kWords = kTile 
 // The rows of a part that a block transposes.
 struct Piece {
   const uint8_t* source;
-  int64_t row, rows, target_row;  // first row and number of rows in the part; first row among those of all parts
+  int64_t row, rows, target_row;  // first row and number of rows in the part; first row among all parts' rows
   __device__ __forceinline__ Piece(const TransposeBytes& job, unsigned block) {
     int64_t first = 0, begin = static_cast<int64_t>(block) * kTile;
     int p = 0;

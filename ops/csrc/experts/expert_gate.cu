@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
         }
       }
     }
-    // Beyond the last column a and du have no meaning, but P is zero there.
+    // Beyond the last column a and du are undefined, but P is zero there.
     if constexpr (kTiles > 0 && kBackward) {
 #pragma unroll
       for (int side = 0; side < 2; ++side)

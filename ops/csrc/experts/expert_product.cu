@@ -70,7 +70,7 @@ template <bool kForward> __device__ __forceinline__ void copy_grouped(const Grou
   }
 }
 
-// Stores 64 columns of a warpgroup's rows; rows from `end` on belong to another expert.
+// Stores 64 columns of a warpgroup's rows; rows from `end` belong to another expert.
 template <typename T, int kBox>
 __device__ __forceinline__ void store_grouped(const GroupedArgs& args, const float (&c)[128], int row, int end, int col,
                                               uint32_t boxes) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_grouped(const GroupedArgs& args, const flo
 template <typename T, bool kForward>
 __device__ __forceinline__ void multiply_grouped(const GroupedArgs& args, uint32_t base) {
   const Barriers barriers{base + kBarriers};
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // marked uniform: descriptors in uniform registers
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, so that descriptors use uniform registers
   const int thread = threadIdx.x % 128;
   const uint32_t boxes = base + kOut + group * kBuffers * kOutBytes;
   Ring at, done;

@@ -15,7 +15,7 @@ using Pair = std::tuple<Tensor, Tensor>;
 const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
-// Checks what the kernels assume about a tensor, of which they only get the pointer.
+// Checks the properties that the kernels, which only get a pointer, assume of a tensor.
 void check_ready(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " ", text(tensor), " of strides ", text(tensor.strides()),
                     ": make it contiguous");

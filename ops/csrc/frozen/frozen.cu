@@ -47,7 +47,7 @@ template <typename T, bool kForward, bool kMore>
 __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) {
   constexpr bool kBias = kForward && kMore, kMask = !kForward && kMore;
   const Barriers barriers{base + kBarriers};
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // marked uniform: descriptors in uniform registers
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, so that descriptors use uniform registers
   const int thread = threadIdx.x % 128;
   const uint32_t boxes = base + kOut + group * kBuffers * kOutBytes;
   Ring at, done;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
     if (thread < kCluster) barrier_arrive_remote(remote_address(barriers.empty(done.stage), thread));
     done.next(kStages);
   };
-  // Leaves its products in flight to keep the tensor cores busy, and waits for those of the previous stage.
+  // Leaves its products in flight to keep the tensor cores busy, and waits for the previous stage's products.
   const auto multiply = [&](int steps, bool first) {
     const uint32_t x = base + at.stage * kStageBytes, w = x + kXBytes;
     const uint64_t a = descriptor<1024, Swizzle::b128>(x + group * kGroupRows * kBoxRow);

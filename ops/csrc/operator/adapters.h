@@ -18,7 +18,7 @@ inline Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
   return dropout;
 }
 
-// Raises ValueError unless every A fits x: the checks of ops/lora.py.
+// Raises ValueError unless every A fits x; same checks as ops/lora.py.
 inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p) {
   TORCH_CHECK_VALUE(!downs.empty() && downs.size() <= kMaxGroup && scales.size() == downs.size(), "group of ",
                     text(downs.size()), " lora_down, ", text(scales.size()), " scales: need equal counts, 1 to ",
@@ -115,7 +115,7 @@ inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t 
   return job;
 }
 
-// Returns the adapters padded and in the type of x. Those that already are so are used in place; the others are copied
+// Returns the adapters padded and in the type of x. Those already in this form are used in place; the others are copied
 // in one launch. A list that is not needed may be empty.
 inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
                               cudaStream_t stream) {

@@ -81,7 +81,7 @@ Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, 
   return out;
 }
 
-// Dequantizes the weights of a group; `states` are those of all weights, concatenated. After its product a dequantized
+// Dequantizes the weights of a group; `states` are all weights' states, concatenated. After its product a dequantized
 // weight's memory returns to torch's allocator, which reuses it for the next call on this stream.
 struct PackedWeights {
   at::TensorList packed, states;

@@ -151,7 +151,7 @@ inline void product(const Matrix& c, float alpha, const Matrix& a, bool transpos
   const cudaDataType_t type = c.type == DType::f32 ? CUDA_R_32F : c.type == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   if (exact) cublasSetMathMode(handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
-  // cuBLAS reads columns: it computes C^T = op(B)^T op(A)^T.
+  // cuBLAS is column-major: it computes C^T = op(B)^T op(A)^T.
   const auto size = [](int64_t count) { return static_cast<int>(count); };
   const cublasStatus_t status =
       cublasGemmEx(handle, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,

@@ -44,8 +44,8 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
 
 // Returns whether our kernel is faster than writing the adapter's term and adding cuBLAS's product to it. A round with
 // few tiles costs as much as a full one, while cuBLAS has smaller tiles; this loss grows with the depth K. The gain
-// grows with the number of parts instead, which need not be added to a stored sum. The constants are fitted to 136
-// lines of tests/bench/frozen_shapes.py: cuBLAS also loses 1/20, and the gain corresponds to a depth of 300.
+// grows with the number of parts, which are not added to a stored sum. The constants are fitted to 136 results of
+// tests/bench/frozen_shapes.py: cuBLAS also loses 5 %, and the gain per part corresponds to a depth of 300.
 inline bool is_frozen_faster(const Frozen& job, const Device& device) {
   constexpr double kUsual = 0.95, kWorth = 300;
   constexpr int64_t kRows = kFrozenCluster * kFrozenRows;

@@ -5,7 +5,7 @@
 
 namespace zerolora {
 
-constexpr int kAdders = 96;    // threads that add: the three warps of the copying thread's warpgroup without it
+constexpr int kAdders = 96;    // threads that add: the copying thread's warpgroup without that thread's warp
 constexpr int kExchanges = 2;  // rows of tiles that may be in flight
 
 // Each CTA adds one slice of the rows, which it receives from every CTA. Slices are stored as [sending CTA][unit of 8

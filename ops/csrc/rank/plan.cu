@@ -162,7 +162,7 @@ struct Cost {
     const double tile_bytes = static_cast<double>(tile_rows(first.pass) * kWgmmaCols * 2);
     const double alone = times.tile + times.row / plan.d_blocks_per_cta + (drawn(first.pass) ? kDrawn : 0.0);
     const double shared = running() * tile_bytes / times.memory;
-    const double per_tile = std::cbrt(alone * alone * alone + shared * shared * shared);  // neither is sharp
+    const double per_tile = std::cbrt(alone * alone * alone + shared * shared * shared);  // a smooth maximum
     const bool through_shared = plan.cluster > 1 || plan.finished;
     const double sum = through_shared ? times.sum * plan.rank_pad / 64 * (u ? 1 : plan.d_blocks_per_cta) : 0.0;
     const double partials = u_bytes + g_bytes;
@@ -216,8 +216,8 @@ template <typename Visit> void try_cuts(RankWork* works, int count, const Device
   const RankPass& first = works[0].pass;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;
   const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
-  // If the mask is drawn for G only, the drawing warps are the limit: clusters and more columns per CTA took 10 to 15 %
-  // longer.
+  // If the mask is drawn for G only, the drawing warps limit the speed: clusters and more columns per CTA took 10 to
+  // 15 % longer.
   const bool one_wide = g && !both && drawn(first);
   for (const int cluster : kClusters) {
     if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to distribute

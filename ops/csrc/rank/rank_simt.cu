@@ -1,5 +1,5 @@
 // The rank-space primitive on plain fused multiply-adds: for every type, shape and alignment, on compute capability 7.0
-// and up. In fp32 arithmetic is the limit, not reading Z, so U and G are computed by two kernels.
+// or higher. In fp32 arithmetic is the limit, not reading Z, so U and G are computed by two kernels.
 #include "common.cuh"
 
 namespace zerolora {

@@ -23,7 +23,7 @@ __device__ __forceinline__ void discard_line(const float* line) {
 }
 
 // Adds up to N partial sums, with all loads in flight before the first is added: loading a remainder one by one would
-// wait for each. Positions beyond the last load it again without adding it.
+// wait for each. Positions past the last one reload it without adding it.
 template <int N, int V>
 __device__ __forceinline__ void add_partials(float (&sum)[V], const float* source, int64_t stride, int first,
                                              int splits) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRows = 128, kCols = kWgmmaCols, kConsumers = 256, kCopiers = 128;
 constexpr int kBox = 64 * 2;  // bytes in a row of a box of Z: one 128-byte swizzle atom
-// In passes for U alone or G alone: bytes of 128 rows x 64 columns, and of a tile. Layout has those of all passes.
+// In passes for U alone or G alone: bytes of 128 rows x 64 columns, and of a tile. Layout has the sizes of all passes.
 constexpr int kHalfBytes = kRows * kBox, kTileBytes = 2 * kHalfBytes;
 constexpr int kBitsRow = 16;          // bytes of Dropout::bits in a row of a tile
 constexpr int kSharedBytes = 232448;  // the limit for a block
@@ -44,7 +44,7 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kMaskers = kBoth ? 0 : kBlocks * RP <= 64 ? 512 : 256;
   static constexpr int kThreads = kConsumers + kCopiers + kMaskers;
   // setmaxnreg redistributes the registers of the launch: 168 for each of 384 threads, 96 of 640, 72 of 896. Requesting
-  // more than the others release waits forever.
+  // more than the others release hangs forever.
   static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 168;
   static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 56;
   static constexpr int kCopierRegisters = kBoth ? 56 : kMaskers == 512 ? 40 : 32;
@@ -153,7 +153,7 @@ template <int RP> __device__ __forceinline__ float* partial_g(const Problem& a, 
   return a.g + split * unit_rows(a.D) * RP;
 }
 
-// Store 16-byte piece i of the units from that of row0, as partial sums or into a target.
+// Store 16-byte piece i, counted from the unit of row0, as partial sums or into a target.
 template <int RP>
 __device__ __forceinline__ void store_partial_piece(float* partial, int64_t rows, int64_t row0, int i, float4 sum) {
   if (row0 + i / (2 * RP) * kUnitRows < rows) reinterpret_cast<float4*>(partial + row0 * RP)[i] = sum;

@@ -35,7 +35,7 @@ def check_torch() -> Iterator[Check]:
 
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
-    """Check nvcc, and whether the fused operators are built or can be."""
+    """Check nvcc, and whether the fused operators are built or can be built."""
     from ops.builder import LoraOpBuilder
     from ops.prebuilt import cache_folder
     from ops.toolkit import BuildError
@@ -85,9 +85,9 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
-    """Return estimated bytes of host memory per rank and on disk, or a finding if they cannot be estimated.
+    """Return estimated bytes of host memory per rank and on disk, or a warning if they cannot be estimated.
 
-    The memory is in addition to that of the process. On a CPU it includes everything that would be on the GPU.
+    The memory is in addition to the process's own. On a CPU it includes everything that would be on the GPU.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     from trainer.commands.estimate import build_planner

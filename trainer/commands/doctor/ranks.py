@@ -33,12 +33,12 @@ from trainer.parallel.ranks.group import (
 PATIENCE_MINUTES = 2.0
 CORRECT_ELEMENTS = 1_000_003
 SIZES = (2**20, 2**24, 2**26)
-"""Bytes to reduce for the measurement; CPUs stop at 16 MiB."""
+"""Sizes of the measured all-reduces in bytes; CPUs stop at 16 MiB."""
 REPEATS = 5
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
 # Used without a configuration.
 ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
-# The bandwidth of 1 Gbit Ethernet, the slowest network that is reasonable for training, GB/s.
+# The bandwidth in GB/s of 1 Gbit Ethernet, the slowest reasonable network for training.
 SLOW_GB_PER_S = 0.1
 
 
@@ -68,7 +68,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
 
 
 def _bus_gb_per_s(size: int, device: torch.device) -> float:
-    """Return the slowest rank's bus bandwidth, 2 (n - 1) / n * bytes / seconds, for any number of ranks n."""
+    """Return the slowest rank's bus bandwidth, 2 (n - 1) / n * bytes / seconds, for n ranks."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)
     _synchronize(device)
@@ -89,7 +89,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_clocks() -> Iterator[Check]:
-    """Check how much the hosts' clocks differ, up to the precision of a barrier."""
+    """Check how much the hosts' clocks differ, to within the precision of a barrier."""
     dist.barrier()
     times = gather_objects((host_name(), time.time()))
     offsets = {host: moment - times[0][1] for host, moment in times}
@@ -129,7 +129,7 @@ def check_shared(config: RunConfig, ranks: Ranks) -> Check:
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
-    """Check how many ranks share each copy of the base at ZeRO-3, and whether copies span `hosts` (one per rank)."""
+    """Check how many ranks share each copy of the base at ZeRO-3, and whether copies span hosts (`hosts`: by rank)."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
         return
@@ -155,7 +155,7 @@ def _is_listed(file: Path) -> bool:
 
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
-    """Check that code and package versions are the same on all hosts."""
+    """Check that the code and package versions are the same on all hosts."""
     wrong = differences(reports)
     for line in wrong:
         problem, _, fix = line.rpartition("; ")

@@ -1,6 +1,6 @@
 """`zerolora export RUN --format FORMAT`: export a trained adapter for other programs.
 
-peft, vllm, sglang: the adapter with its tokenizer, in the layout of that program. gguf-lora: the adapter as one file
+peft, vllm, sglang: the adapter with its tokenizer, in that program's layout. gguf-lora: the adapter as one file
 for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
 with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """

@@ -55,8 +55,8 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
         blk.0.attn_q.weight.lora_a    A [R, in]
         blk.0.attn_q.weight.lora_b    B [out, R]; rows of q and k in the order of llama.cpp's rotary embedding
 
-    The update of a weight is adapter.lora.alpha / R times B A (src/llama-adapter.h of llama.cpp), with one alpha for
-    all. Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
+    The update of a weight is adapter.lora.alpha / R times B A (llama.cpp's src/llama-adapter.h); all share one alpha.
+    Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
     """
     check_applicable(run.folder, "gguf-lora")
     config = load_model_config(run.config.base_model, run.config.model)

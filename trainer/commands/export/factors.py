@@ -1,4 +1,4 @@
-"""Read the factors of an adapter for each layer and expert, by the layer names of the base's checkpoint.
+"""Read an adapter's factors for each layer and expert, by the layer names of the base's checkpoint.
 
     model.layers.0.self_attn.q_proj             A [R, in], B [out, R], the scale of B A
     model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
@@ -37,7 +37,7 @@ PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj"
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
 PREFIX = "base_model.model."
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers fuse into one, so that all of them need adapters of the same format."""
+"""Layers that servers fuse into one, which therefore need adapters of the same form."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ class Factors:
         return Factors(a_RI, b_OR, self.scale)
 
     def rescale(self, scale: float) -> "Factors":
-        """Rescale B so that the update is the same with another scale."""
+        """Rescale B so that the update stays the same with another scale."""
         return Factors(self.a_RI, self.b_OR * (self.scale / scale), scale) if scale != self.scale else self
 
 
 def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: bool) -> dict[str, Factors]:
     """Read the adapter in `folder` by the layer names of the base's checkpoint.
 
-    Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none; with
-    `whole_groups`, so do unadapted layers of q, k, v and gate, up. Raises UserError for anything but low-rank products.
+    Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
+    `whole_groups`, unadapted layers next to adapted ones of q, k, v or gate, up get them too. Raises UserError for
+    anything but low-rank products.
     """
     config = load_model_config(base_model, section)
     model = empty_model(config, section)
@@ -105,7 +106,7 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
 
 
 def _build_missing_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """Return zero factors for unadapted parts of experts with adapted parts."""
+    """Return zero factors for the unadapted parts of partly adapted experts."""
     zeros: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
         like = next((pair for path, pair in factors.items() if path.startswith(f"{holder}.")), None)
@@ -122,7 +123,7 @@ def _build_missing_parts(factors: dict[str, Factors], model: Any) -> dict[str, F
 
 
 def _build_missing_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """Return zero factors for unadapted layers that servers compute together with adapted ones."""
+    """Return zero factors for unadapted layers that servers fuse with adapted ones."""
     weights = dict(model.named_parameters())
     zeros: dict[str, Factors] = {}
     for path, like in factors.items():
@@ -144,7 +145,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
     experts = expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-    if takes_all_tokens(module):  # PEFT has A on the side of its outputs
+    if takes_all_tokens(module):  # PEFT's A is on the output side here
         a_ERI, b_EOR = b_EOR.mT, a_ERI.mT
     gate = detect_activation(module)
     rows = [b_EOR]
@@ -159,7 +160,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
 
 
 class _StoredNames:
-    """Finds the base checkpoint's names of the model's layers by transformers' own conversion."""
+    """Finds the names of the model's layers in the base checkpoint by transformers' own conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers import core_model_loading

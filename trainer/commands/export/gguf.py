@@ -19,7 +19,7 @@ from safetensors import safe_open
 from trainer.commands.export.gguf_vocabulary import USE_SCRIPT, add_vocabulary
 from trainer.config import UserError
 
-# Architecture -> its name in GGUF, and whether llama.cpp rotates adjacent pairs where transformers rotates halves.
+# Architecture -> GGUF name, and whether llama.cpp's RoPE rotates adjacent pairs where transformers rotates halves.
 ARCHITECTURES = {
     "LlamaForCausalLM": (MODEL_ARCH.LLAMA, True),
     "MistralForCausalLM": (MODEL_ARCH.LLAMA, True),
@@ -34,7 +34,7 @@ FORMATS = {
 }
 # Formats with a numpy dtype; the others are written as bytes.
 NUMPY_TYPES = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
-# safetensors' names of formats -> ours.
+# safetensors' format names -> ours.
 STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
@@ -48,9 +48,9 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
     if name not in ARCHITECTURES:
         raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":
-        return  # an adapter file holds no positions
+        return  # an adapter file has no positions
     kind = config.rope_parameters.get("rope_type", "default")
-    # llama.cpp reads frequency divisors for this architecture only.
+    # llama.cpp reads frequency divisors only for this architecture.
     known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
     if kind not in known:
         raise UserError(f"--format gguf: rotary embedding of type {kind} is not supported for {name}; {fix}")
@@ -59,7 +59,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
 
 
 def max_context_length(config: Any) -> int:
-    """Return the longest context that llama.cpp computes correctly, as it has no sliding window for these models."""
+    """Return the longest context that llama.cpp computes correctly, since it ignores these models' sliding window."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     context: int = config.max_position_embeddings
@@ -67,12 +67,12 @@ def max_context_length(config: Any) -> int:
 
 
 def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
-    """Write a saved model and its tokenizer to `output`; return the format, which for `auto` is that of the weights.
+    """Write a saved model and its tokenizer to `output`; return the format (`auto`: the format of the weights).
 
     `name` is the model's name in llama.cpp (default: the folder's).
 
-    Raises UserError for an unsupported architecture or tokenizer, RuntimeError if number or shapes of tensors differ
-    when read back.
+    Raises UserError for an unsupported architecture or tokenizer, RuntimeError if the number or shapes of
+    tensors differ when read back.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -86,7 +86,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     _add_settings(writer, config, FORMATS[dtype][1])
     add_vocabulary(writer, AutoTokenizer.from_pretrained(model_folder), rows=config.vocab_size)
     factors = _frequency_factors(config)
-    # Declare all tensors first, then write one by one: the full model is never in memory.
+    # Declare all tensors first, then write them one by one: the full model is never in memory.
     for tensor in stored:
         tensor.declare(writer)
     if factors is not None:
@@ -121,7 +121,7 @@ class _SavedTensor:
     """Number of heads, if rows must be permuted to llama.cpp's order."""
 
     def declare(self, writer: Any) -> None:
-        """Declare name, shape and size, which come before all data."""
+        """Declare name, shape and size, which precede all data."""
         if self.kind in NUMPY_TYPES:
             dtype = numpy.dtype(NUMPY_TYPES[self.kind])
             size = math.prod(self.shape) * dtype.itemsize
@@ -194,7 +194,7 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
 
 
 def _frequency_factors(config: Any) -> Array | None:
-    """Return Llama 3.1's scaling of low frequencies as divisors of each frequency [head/2]; None for other models.
+    """Return Llama 3.1's scaling of low frequencies as one divisor per frequency [head/2]; None for other models.
 
     Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor are unchanged, and
     in between the frequency is interpolated (L: original context).

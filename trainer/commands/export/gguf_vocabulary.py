@@ -17,10 +17,10 @@ from trainer.config import UserError
 from trainer.data.conversations import find_chat_template
 from trainer.model.answers import find_end_of_turn
 
-# Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
+# Pre-tokenization of GPT-4 and its descendants; %s is the grouping of digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_NAMES = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
-# The same rule with and without `ignore_merges`, which keeps words that are tokens.
+# The same rule with and without `ignore_merges`, which does not split words that are tokens.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 USE_SCRIPT = "convert what `zerolora merge` writes with llama.cpp's convert_hf_to_gguf.py"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -48,7 +48,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if model.get("byte_fallback"):
-        # sentencepiece merges the pair with the best score first, so a token's score is the rank of its merge.
+        # sentencepiece merges the pair with the best score first, so a token's score is its merge rank.
         ranks: dict[str, float] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
@@ -64,22 +64,22 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     """Write the tokens llama.cpp adds around a text, the end-of-turn token, and the chat template."""
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
-    # llama.cpp would also add the first token to chats that do not begin with it, unlike training.
-    chats = _example_chats(tokenizer)
+    # Unlike training, llama.cpp would also add the first token to chats that do not begin with it.
+    chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
     template = find_chat_template(tokenizer, None)
     if template:
         writer.add_chat_template(template)
     if chats:
-        # llama.cpp only stops at ends of turns if it knows the token's name or id.
+        # llama.cpp stops at the end of a turn only if it knows the token's name or id.
         end = find_end_of_turn(tokenizer)
         if end is not None and end != tokenizer.eos_token_id:
             writer.add_eot_token_id(end)
 
 
 def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
-    """Return the text and type of the token of every embedding row; rows without a token are unused tokens."""
+    """Return the token text and type of every embedding row; rows without a token become unused tokens."""
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
     tokens, types = [], []
@@ -98,8 +98,8 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
     return tokens, types
 
 
-def _example_chats(tokenizer: Any) -> list[str]:
-    """Return example prompts formatted by the chat template; none without a template, or if it refuses them."""
+def _render_example_chats(tokenizer: Any) -> list[str]:
+    """Return example prompts formatted by the chat template; empty without a template, or if it refuses them."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
@@ -113,7 +113,7 @@ def _example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a space before texts: preferably as tokenizes chats correctly."""
+    """Return whether llama.cpp should add a space before texts, preferring the setting that tokenizes chats alike."""
     normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
@@ -130,13 +130,13 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
 
     `space` is whether llama.cpp adds a space before each text.
 
-    llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it to the first
-    only, or not to pieces that begin with one.
+    llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it only to the
+    first piece, or not to pieces that begin with one.
     """
     names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
     numbers, model = tokenizer.get_vocab(), tokenizer.backend_tokenizer.model
-    for chat in _example_chats(tokenizer):
+    for chat in _render_example_chats(tokenizer):
         tokens: list[int] = []
         for piece in filter(None, pieces.split(chat)):
             marked = ("▁" if space else "") + piece.replace(" ", "▁")
@@ -147,7 +147,7 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
 
 
 def chats_differ(tokenizer: Any) -> bool:
-    """Return whether llama.cpp tokenizes this tokenizer's chats differently with either setting for spaces."""
+    """Return whether llama.cpp tokenizes this tokenizer's chats differently with both settings for spaces."""
     is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
     return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
 

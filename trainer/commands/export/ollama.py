@@ -1,7 +1,7 @@
 """Write the Modelfile of a GGUF file for Ollama (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
 
-Ollama formats prompts by a Go template. It is derived from the tokenizer's chat template by rendering conversations,
-and only used if it renders the same text for other conversations.
+Ollama formats prompts with a Go template. It is derived from the tokenizer's chat template by rendering conversations,
+and used only if it renders the same text for other conversations.
 """
 
 import re
@@ -20,7 +20,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ChatParts:
-    """The text that a chat template writes around the turns of each role, and instead of a missing system turn."""
+    """The text that a chat template writes around each role's turns, and in place of a missing system turn."""
 
     around: dict[str, tuple[str, str]]
     without_system: str
@@ -32,9 +32,9 @@ class ChatParts:
         return start + "".join(turns) + self.around["assistant"][0]
 
     def is_safe(self) -> bool:
-        """Return whether no text would be parsed as syntax of the template or the Modelfile."""
+        """Return whether no text would be parsed as template or Modelfile syntax."""
         texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
-        # A final brace would merge with those of the following placeholder.
+        # A final brace would merge with the braces of the placeholder that follows.
         return survives_quotes("".join(texts)) and not any(
             "{{" in text or '"""' in text or text[-1:] == "{" for text in texts
         )
@@ -54,7 +54,7 @@ class ChatParts:
 def survives_quotes(text: str) -> bool:
     """Return whether Ollama reads this text unchanged between three quotes.
 
-    It drops unprintable characters (such as U+00A0), and three quotes at the end of a line end the text.
+    It drops unprintable characters (such as U+00A0), and three quotes at the end of a line terminate the text.
     """
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
@@ -62,7 +62,7 @@ def survives_quotes(text: str) -> bool:
 def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> ChatParts | None:
     """Return the parts of the tokenizer's chat template; None without one, or if it does more than join turns.
 
-    `variables` are those of `dataset.chat_template_kwargs`.
+    `variables` is `dataset.chat_template_kwargs`.
     """
     if not isinstance(tokenizer.chat_template, str):
         return None
@@ -78,7 +78,7 @@ def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None
 
 
 def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
-    """Derive the text around each turn from what adding the turn appends to the rendering."""
+    """Derive the text around each turn from the text that adding the turn appends to the rendering."""
     chat: Messages = []
     text, around = "", {}
     for role in roles:
@@ -102,7 +102,7 @@ def _test_chats(roles: Sequence[str]) -> list[Messages]:
 
 
 def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
-    """Render a chat without the first token if llama.cpp adds it to prompts; in some models it also begins turns."""
+    """Render a chat, without its BOS token if llama.cpp adds that to prompts; in some models it also begins turns."""
     text = str(tokenizer.apply_chat_template(chat, tokenize=False, **variables))
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(tokenizer.bos_token) if adds_bos else text
@@ -119,8 +119,8 @@ def _end_of_turn(tokenizer: Any) -> str | None:
 def build_text_template(form: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt ends with an
-    empty line.
+    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt is
+    followed by an empty line.
     """
     if not survives_quotes(form) or "{{" in form:
         return None

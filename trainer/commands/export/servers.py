@@ -1,12 +1,12 @@
-"""Export adapters for vLLM and SGLang: one pair of matrices per layer, the checkpoint's names, one scale for all.
+"""Export adapters for vLLM and SGLang: one pair of matrices per layer, checkpoint names, and a single scale.
 
 Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
-Features of PEFT are translated:
+PEFT's features are translated:
 
     scale of every layer      lora_alpha / r, into which rsLoRA and patterns are folded (SGLang reads neither)
-    experts                   gate, up and down of each; SGLang uses these names if the checkpoint has w1, w3, w2, and
-                              vLLM uses w1, w3, w2 for gpt-oss
-    q, k, v and gate, up      SGLang stacks them: all of a group or none, all of rank r; missing rows are zero
+    experts                   gate, up and down per expert; SGLang uses these names if the checkpoint has w1, w3, w2,
+                              and vLLM uses w1, w3, w2 for gpt-oss
+    q, k, v and gate, up      SGLang stacks them: all of a group or none, all with rank r; missing rows are zero
 """
 
 import json

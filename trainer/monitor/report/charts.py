@@ -1,7 +1,7 @@
 """Build the charts of a run, and render them as SVG.
 
 Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, without stretching stroke widths. Labels are
-HTML text. Colors are CSS variables, so that charts follow the light or dark mode of the page.
+HTML text. Colors are CSS variables, so that charts follow the page's light or dark mode.
 """
 
 import math
@@ -54,7 +54,7 @@ class Chart:
 
     @property
     def logarithmic(self) -> bool:
-        """Whether all values are positive and spread over more than a factor of `SPREAD_FOR_LOG_SCALE`."""
+        """Whether `low` is 0, and all values are positive and span more than a factor of `SPREAD_FOR_LOG_SCALE`."""
         values = np.concatenate([curve.line.finite().values for curve in self.curves])
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
@@ -96,7 +96,7 @@ def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, 
 
 
 def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
-    """Return the raw values as a pale curve and their running mean, or only the values if there are few."""
+    """Return the raw values as a pale curve with their running mean, or only the values if there are few."""
     window = choose_window(len(line))
     if window is None:
         return (Curve(line, "line", color, label),)

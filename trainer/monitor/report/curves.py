@@ -22,11 +22,11 @@ class BatchUnit:
     samples: str
     loss: str
     digits: int
-    """Decimals of the throughput."""
+    """Number of decimals of the throughput."""
 
     @property
     def rate(self) -> str:
-        """Name of the metric for the throughput of a rank."""
+        """Name of the metric for a rank's throughput."""
         return f"perf/{self.name}_per_second_per_gpu"
 
 
@@ -53,7 +53,7 @@ class Series:
 
 
 def extract_series(records: list[Record], name: str) -> Series:
-    """Return a metric as a series, with the last record of each step."""
+    """Return a metric as a series, using the last record of each step."""
     by_step = {record["step"]: record[name] for record in records if name in record}
     ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
     pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
@@ -62,7 +62,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out losses of a run; `after` is that of the saved weights, from step `kept_step`."""
+    """The held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""
 
     before: float
     after: float

@@ -1,7 +1,7 @@
 """Write the model card of an adapter, at the end of training and by `zerolora push`.
 
-Cards are uploaded, so they name no folder outside the working directory of the run: other local models and data appear
-with the last part of their path. The code in the card of a run's folder runs as is.
+Cards are uploaded, so they name no folder outside the run's working directory: other local models and data appear as
+the last part of their path. The code in the card in a run's folder runs as is.
 """
 
 import re
@@ -32,22 +32,22 @@ def is_users_card(card: Path) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return the hub name of a model or dataset, also if it is in the hub's cache, or the last part of a local path."""
+    """Return the hub name of a model or dataset, also for a path in the hub's cache; or a local path's last part."""
     short = hub_name(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether a name refers to the hub: it has the form owner/name, and no such local path exists."""
+    """Return whether a name refers to the hub: it has the form owner/name and is not a local path."""
     is_file_name = name.lower().endswith(DATA_FILES)
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
 def python_path(name: str, *, uploaded: bool = False) -> str:
-    """Return the Python expression of a model or adapter for `from_pretrained`.
+    """Return the Python expression that passes a model or adapter to `from_pretrained`.
 
-    Paths below the working or home directory become relative to it. Other paths, and all paths in uploaded cards,
-    become a placeholder.
+    Paths below the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
+    replaced by a placeholder.
     """
     if is_on_hub(public_name(name)):
         return f'"{public_name(name)}"'
@@ -65,13 +65,13 @@ def model_card(
     """Build the text of the card: base model, data, training settings, results, and how to load the adapter.
 
     `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
-    its folder, `auto_class` the class of transformers that loads the model, `pipeline_tag` its kind on the hub.
+    its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its kind on the hub.
     """
     base, data = public_name(settings["base_model"]), settings["dataset"]
     groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
     sources = [source["path"] for source in data["mix"] or (data,) if source["path"]]
     held_out = data["evaluation"]["path"] if data["evaluation"] else None
-    # Rewrite or omit rows that contain a path or a command line.
+    # Rewrite or omit rows that contain a path or command line.
     about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []

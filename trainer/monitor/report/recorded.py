@@ -1,6 +1,6 @@
-"""Read the records of a run, and find its settings that differ from their defaults.
+"""Read the records of a run, and find the settings that differ from their defaults.
 
-All readers raise UserError for an invalid file, and name it.
+All readers raise UserError for an invalid file, with its name.
 """
 
 import json
@@ -63,12 +63,12 @@ def read_answers(path: Path) -> dict[str, dict[str, str]]:
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
-    """Return the seconds of rank 0 by phase, or an empty dict if the file does not exist."""
+    """Return rank 0's seconds by phase, or an empty dict if the file does not exist."""
     return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
 def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) -> None:
-    """Record the seconds of each phase, added to those of earlier starts if the run resumes."""
+    """Record the seconds of each phase, added to those from earlier starts if the run resumes."""
     before = read_times(run_dir) if resumes else {}
     names = list(dict.fromkeys([*before, *seconds]))
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
@@ -86,7 +86,7 @@ def read_examples(run_dir: Path) -> list[Example]:
 
 
 def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
-    """Return the distinct warnings in rank 0's log, without those of earlier runs in the folder."""
+    """Return the distinct warnings in rank 0's log, except those from earlier runs in the folder."""
     warnings: list[str] = []
     first = min((record.get("time") or math.inf for record in records), default=0.0)
     log = run_dir / "logs" / "rank-0.log"
@@ -135,7 +135,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def hub_name(name: str) -> str:
-    """Return the hub name of a folder in the hub's cache, and other names without the path of zerolora's cache."""
+    """Return the hub name of a folder in the hub's cache; strip the path of zerolora's cache from other names."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 
@@ -148,7 +148,7 @@ def format_value(value: Any) -> str:
 
 
 def _prepare_for_display(value: Any) -> Any:
-    """Drop nulls from a value, and replace paths of cached models by their hub names."""
+    """Drop nulls from a value, and replace paths of cached models with their hub names."""
     if isinstance(value, list):
         return [_prepare_for_display(entry) for entry in value]
     if isinstance(value, dict):
@@ -157,7 +157,7 @@ def _prepare_for_display(value: Any) -> Any:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The SCU's law and measure determine some of the other defaults.
+    # The SCU's law and measure determine some other defaults.
     scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
     data = {"path": "x"} | ({"evaluation": {"path": "x"}} if config.get("dataset", {}).get("evaluation") else {})
     minimal = {"base_model": "", "output_dir": "", "dataset": data, "scu": scu}

@@ -12,7 +12,7 @@ from trainer.contract.whole_files import write_json
 SAMPLES = "samples"
 INDEX = "prompts.json"
 MAX_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
-"""Limits of the images on a page, which must stay under 1 MB."""
+"""Limits for the images on a page, which must stay under 1 MB."""
 
 
 def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
@@ -45,9 +45,9 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
 
 
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (prompt, [(when, `data:` URL)]) of the sample images, without unreadable files.
+    """Return (prompt, [(when, `data:` URL)]) of the sample images, omitting unreadable files.
 
-    If there are too many, each prompt shows its first and last image, and some in between, evenly spaced.
+    If there are too many, each prompt shows its first and last image, and evenly spaced ones in between.
     """
     rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
     limit = MAX_SHOWN // max(1, len(rows))

@@ -19,7 +19,7 @@ from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_
 
 PAGE = "runs.html"
 MAX_RUNS = 8
-"""Limited by the number of distinguishable colors."""
+"""Maximum number of runs on a page, limited by distinguishable colors."""
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
@@ -59,7 +59,7 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
 
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
-    """Return the sort key of a run: held-out loss after training; runs without one come last, by training loss."""
+    """Return the sort key of a run: held-out loss after training; runs without it come last, by training loss."""
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _last_tenth(losses) if losses else math.inf
 
@@ -86,7 +86,7 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Overlay the charts of all runs, with a color for each run, and means instead of raw values."""
+    """Overlay the charts of all runs, with one color per run and means instead of raw values."""
     overlays: dict[str, Chart] = {}
     for index, run in enumerate(runs):
         for chart in build_charts(run.records):
@@ -131,7 +131,7 @@ def _differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def _answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
-    """Return the answers of each run after training, and those of the base if all runs have the same."""
+    """Return each run's answers after training, and the base's answers if they are the same in all runs."""
     answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}

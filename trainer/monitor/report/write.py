@@ -55,7 +55,7 @@ def write_report(run_dir: Path) -> Path:
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = read_settings(run_dir), read_run(run_dir)
     scu = config.get("scu", {})
-    # The deadband of other laws is a ratio, too narrow to be visible.
+    # Other laws have a deadband that is a ratio, too narrow to be visible.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
     shown = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
     tables = build_summary_tables(records, config, run)
@@ -106,7 +106,7 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
 def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """Return lines with the change of the held-out loss, the output paths, and commands to run next."""
+    """Return lines with the change in held-out loss, the output paths, and commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
@@ -143,13 +143,13 @@ def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def metric_values(records: list[Record], name: str) -> list[float]:
-    """Return the finite values of a metric in the order of the steps; the last record of a step counts."""
+    """Return the finite values of a metric in step order, using the last record of each step."""
     by_step = {record["step"] or 0: record[name] for record in records if name in record}
     return [value for _, value in sorted(by_step.items()) if value is not None]
 
 
 def training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without the pauses before the run was resumed.
+    """Return the seconds from the first record to the last, without pauses between a stop and a resume.
 
     A gap is a pause if it exceeds ten times the expected duration of its steps by more than ten minutes.
     """
@@ -164,11 +164,11 @@ def training_seconds(records: list[Record]) -> float:
 
 
 def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (label, value, note) of the most important numbers: losses, throughput, memory, time."""
+    """Return (label, value, note) for the most important numbers: losses, throughput, memory, time."""
     shown = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
-    # The loss of a single batch depends more on its text than on training.
+    # A single batch's loss depends more on its text than on training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     note_means = f", means of {count} records" if count > 1 else ""
@@ -249,7 +249,7 @@ def _data_names(data: Mapping[str, Any]) -> str:
 
 
 def median_rate(records: list[Record]) -> float | None:
-    """Return the median tokens or images per second of a rank; the slow first step does not affect it."""
+    """Return a rank's median tokens or images per second, which the slow first step does not affect."""
     rates = metric_values(records, find_unit(records).rate)
     return statistics.median(rates) if rates else None
 

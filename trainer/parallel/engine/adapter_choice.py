@@ -1,4 +1,4 @@
-"""Select one of a model's several adapters, or each of them for its own rows of a batch."""
+"""Select one of several adapters, or assign each of them its own rows of a batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 DEFAULT = "default"
-"""PEFT's name of the only adapter of a run; tensors in files always have this name."""
+"""PEFT's name for a run's only adapter; tensors in files always use this name."""
 ATTRIBUTE = "adapter_choice"
 
 
@@ -19,13 +19,13 @@ class AdapterChoice:
 
     names: Sequence[str]
     selected: str | None = None
-    """The adapter of all rows, whose tensors are listed; with None, those of all are listed, and see `bundles`."""
+    """The adapter for all rows; only its tensors are listed. With None, all are listed, and `bundles` assigns rows."""
     bundles: Sequence[tuple[Sequence[str], int]] = ()
-    """Adapters of a common pass that are computed together, and the tokens of each, in the order of their rows."""
+    """Groups of adapters that a common pass computes together, with the tokens per adapter, in row order."""
     kinds: dict[str, int] = field(default_factory=dict)
-    """Number of each adapter's layout; neighbors of one layout, with as many tokens each, are computed together."""
+    """Index of each adapter's layout; adjacent adapters with equal layout and token count are computed together."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Factors [P, *shape] of the latest common pass, in its graph, by the name of the first adapter's of a bundle."""
+    """Factors [P, *shape] in the graph of the latest common pass, by the factor name of a bundle's first adapter."""
     draws: dict[str, int] = field(default_factory=dict)
     """Number of dropout masks per pass, by adapter."""
     seeds: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class AdapterChoice:
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
-        """Select an adapter within the block, with its own random numbers, which match those of a separate run."""
+        """Select an adapter within the block, with its own random numbers, which match a separate run's."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
         if name in self._random_states:
@@ -52,16 +52,16 @@ class AdapterChoice:
 
     @contextmanager
     def common(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each adapter's rows with this adapter within the block, and when they are recomputed afterwards.
+        """Compute each row with its own adapter, within the block and when it is recomputed afterwards.
 
-        `rows` are the (adapter, tokens) of the batch, in order.
+        `rows` lists (adapter, tokens) in the order of the batch.
         """
         previous, self.selected = self.selected, None
         groups = groupby(rows, lambda row: (row[1], self.kinds[row[0]]))
         self.bundles = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
         for name, _ in rows:
             if self.draws.get(name):
-                with self.only(name):  # the number and order of draws match those of a separate run
+                with self.only(name):  # the number and order of draws match a separate run
                     self.seeds[name] = [torch.randint(0, 2**62, (1,), device=device) for _ in range(self.draws[name])]
         try:
             yield
@@ -69,7 +69,7 @@ class AdapterChoice:
             self.selected = previous
 
     def find_file_name(self, name: str) -> str | None:
-        """Return a factor's name in a file, as in a run with one adapter; None if another adapter is selected."""
+        """Return a factor's name in a single-adapter file; None if the factor's adapter is not selected."""
         if self.selected is None:
             return name
         end = f".{self.selected}.weight"
@@ -77,7 +77,7 @@ class AdapterChoice:
 
 
 def find_choice(model: Any) -> AdapterChoice | None:
-    """Return the choice among a model's adapters; None if it has at most one."""
+    """Return the model's AdapterChoice; None if it has at most one adapter."""
     return getattr(model, ATTRIBUTE, None)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 
 MAX_TIME_FRACTION = 0.95
-"""A graph is kept if a replay takes at most this fraction of the time of an eager pass."""
+"""A graph is kept if a replay takes at most this fraction of an eager pass's time."""
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest allowed relative difference of a graph's gradients; 2e-2 in 16 bits."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -36,7 +36,7 @@ _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 class NotCapturable(RuntimeError):
-    """Raised if a pass cannot be captured; nothing has changed."""
+    """Raised if a pass cannot be captured; no state has changed."""
 
 
 class CapturedPass:
@@ -48,7 +48,7 @@ class CapturedPass:
         self._capturer, self._value, self._grad_output = capturer, value, grad_output
         self._forward, self._backward = graphs
         self.launched_s = self.replayed_s = 0.0
-        """Seconds of a forward and backward pass, eager and replayed."""
+        """Seconds per forward and backward pass: eager, replayed."""
 
     def __call__(self) -> Tensor:
         """Return the loss for the current static inputs, differentiable with respect to the flat buffers."""
@@ -77,7 +77,7 @@ class GraphCapturer:
     def __init__(self, flat: FlatAdapter) -> None:
         self.flat = flat
         self._has_workspaces = False
-        # Captured passes read these instead of the buffers, which have hooks of the engine.
+        # Captured passes read these instead of the buffers, which have the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         self._device = device = self._leaves[0].device
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]
@@ -128,7 +128,7 @@ class GraphCapturer:
             raise NotCapturable(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are free for eager passes")
 
     def _free_cache(self) -> None:
-        """Empty the cache; before the first capture also free the workspaces, so that it allocates some in the pool."""
+        """Empty the cache; before the first capture also free the workspaces, so that the pool gets its own."""
         torch.cuda.synchronize(self._device)
         if not self._has_workspaces:
             release_workspaces()
@@ -147,7 +147,7 @@ class GraphCapturer:
             raise NotCapturable(f"the forward or backward pass waits for the device ({locations[0]})")
 
     def _run_eagerly(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
-        """Return the loss and gradients of an eager pass, and its seconds."""
+        """Return the loss, gradients and seconds of an eager pass."""
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
@@ -183,7 +183,7 @@ class GraphCapturer:
         *,
         must_be_faster: bool,
     ) -> None:
-        """Replay the pass, and compare its results and its time with those of the eager pass."""
+        """Replay the pass, and compare its results and time with the eager pass."""
         grad_output = torch.ones_like(value)
         replayed = [captured.replay_forward(), *captured.replay_backward(grad_output)]
         torch.cuda.synchronize(self._device)
@@ -219,7 +219,7 @@ class GraphCapturer:
 
 
 def release_workspaces() -> None:
-    """Free cuBLAS's workspaces; graphs that use some outside of their pool must have been deleted."""
+    """Free cuBLAS's workspaces; first delete graphs that use workspaces outside of their pool."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -238,7 +238,7 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _record_waits() -> Iterator[list[str]]:
-    """Collect the lines, as `file:line`, at which the host waits for the device within the block."""
+    """Collect the lines (`file:line`) in the block at which the host waits for the device."""
     locations: list[str] = []
     previous_mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -253,7 +253,7 @@ def _record_waits() -> Iterator[list[str]]:
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to that of `expected`, computed in pieces to save memory."""
+    """Return the relative error in the 2-norm, computed in pieces to save memory."""
     pairs = list(zip(actual.flatten().split(2**24), expected.flatten().split(2**24), strict=True))
     error = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     size = sum(float(b.float().square().sum()) for _, b in pairs)

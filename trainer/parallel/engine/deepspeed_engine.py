@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Resolve `auto` to bf16 on GPUs of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU.
+    """Resolve `auto` to bf16 on GPUs of compute capability 8.0 or higher, fp16 on older ones, fp32 on a CPU.
 
     Raises UserError if the device does not support the precision.
     """
@@ -53,7 +53,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor.
 
-    If the engine is `guarded`, our code clips and skips separately for each of several adapters.
+    If the engine is `guarded`, `AdapterGuard` replaces DeepSpeed's clipping and skipping.
     """
     # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
     # 0.19.8 also makes the host wait for the device before every overlapped reduction.
@@ -123,7 +123,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
         raise UserError(
             f"zero.extra: DeepSpeed rejects {key}={first['input']}: {describe_problem(first)}; change it"
         ) from None
-    except Exception as error:  # of any type, as DeepSpeed's parts parse their keys differently
+    except Exception as error:  # any type: DeepSpeed's sections raise different ones
         raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 
 
@@ -142,7 +142,7 @@ def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
 
 @replaces("the compiler passes of DeepSpeed")
 def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
-    """Return DeepSpeed's engine for a model and its optimizer; trainer/patches works around its faults."""
+    """Return DeepSpeed's engine for a model and its optimizer; trainer/patches works around its bugs."""
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -175,7 +175,7 @@ def _register_external_weights(model: torch.nn.Module) -> None:
 
 @replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Create a StragglerWatch that subtracts waits for gathers (ZeRO-3), a collective call; None on a single rank."""
+    """Return a StragglerWatch that subtracts waits for ZeRO-3's gathers, None on a single rank; a collective call."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)

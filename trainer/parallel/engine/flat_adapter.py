@@ -107,7 +107,7 @@ class FlatAdapter:
         return [member for block in self.blocks for member in block.members]
 
     def spans(self) -> dict[str, tuple[int, int, int]]:
-        """Return (buffer, start, elements) by factor name; of several adapters, only for the selected one."""
+        """Return (buffer, start, elements) by factor name, only for the selected one of several adapters."""
         return {
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
@@ -165,7 +165,7 @@ class FlatAdapter:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
-        """Copy the buffers of equal adapters into one, of which each factor is a view [P, *shape]."""
+        """Stack the buffers of each bundle's adapters; each factor is a view [P, *shape] of the stack."""
         choice.factors = {}
         for names, _ in choice.bundles:
             first, *others = (choice.names.index(name) for name in names)
@@ -182,9 +182,9 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Restore the current views after other passes in the block, for the backward pass that recomputes with them.
+        """Restore the current views after other passes in the block; a pending backward pass may recompute with them.
 
-        A replayed graph has no views. After it, the views of the last pass stay for that pass's own recomputation.
+        If there are none, as after a replayed graph, the block's last views stay, for that pass's recomputation.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -200,7 +200,7 @@ class FlatAdapter:
 
     @contextmanager
     def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """Make forward passes within the block read these tensors instead of the buffers, and drop their views."""
+        """Make forward passes in the block read these tensors instead of the buffers; drop the views afterwards."""
         self._sources = sources
         try:
             yield
@@ -211,7 +211,7 @@ class FlatAdapter:
 
     @contextmanager
     def build_stacks_only(self) -> Iterator[None]:
-        """Create only the stacks within the block, not the views, as no adapter module reads its weight."""
+        """Create only stacks, not views, within the block, where no adapter module reads its weight."""
         self._builds_views = False
         try:
             yield
@@ -219,7 +219,7 @@ class FlatAdapter:
             self._builds_views = True
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Pass every new view to `watcher(name, view)` from now on; None ends this."""
+        """Call `watcher(name, view)` for every new view; None stops this."""
         self._watcher = watcher
 
     @property
@@ -275,7 +275,7 @@ def find_flat_adapter(model: Any) -> FlatAdapter | None:
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trained parameters by PEFT's names, with the factors of a flat buffer instead of the buffer itself.
 
-    Of several adapters these are the selected one's, with the names of a run with one adapter.
+    With several adapters, these are the selected one's, named as in a single-adapter run.
     """
     flat = find_flat_adapter(model)
     factors = {id(member.parameter) for member in flat.members} if flat else set()
@@ -291,8 +291,8 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
 
 
-def why_not_flat(config: Any) -> str | None:
-    """Return why the adapter of this run cannot be one buffer; None if it can."""
+def find_flat_obstacle(config: Any) -> str | None:
+    """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:

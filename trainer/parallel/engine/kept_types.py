@@ -17,7 +17,7 @@ def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None if none."""
     base = find_base_model(model)
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
-        return None  # not a model of transformers
+        return None  # not a transformers model
     names = require(base, "_get_dtype_plan", "transformers")(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 

@@ -18,7 +18,7 @@ def find_base_model(model: Any) -> Any:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes x W^T + b: an nn.Linear, or a subclass if a small instance of it does so.
 
-    Falcon's linear layers do. Routers of experts are also subclasses, but return more.
+    Falcon's linear layers do. MoE routers are also subclasses, but return more.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _computes_linear(kind))

@@ -15,7 +15,7 @@ from trainer.parallel.engine.partitioned import whole_shape
 from trainer.parallel.engine.protocol import Engine
 
 AVERAGES = "train_mode"
-"""Key in the groups of schedulefree's optimizers; False while the weights are the averaged ones."""
+"""Key in the parameter groups of schedulefree; False while the model has the averaged weights."""
 AVERAGE_STATE = ("k", "weight_sum", "lr_max")
 """Keys that these optimizers update in every step."""
 
@@ -28,9 +28,9 @@ def build_optimizer(
     fused: bool,
     adapters: Sequence[TrainingSection] = (),
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters, in groups of equal learning rate and weight decay.
+    """Build the optimizer; parameters with the same learning rate and weight decay form a group.
 
-    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
+    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times A's. Vectors (norms, biases,
     DoRA magnitudes) have no weight decay. Several `adapters` have a group each, with their own settings.
     Raises UserError for a vector if the optimizer trains only matrices.
     """
@@ -107,7 +107,7 @@ def has_positive_rate(schedule: Any) -> bool:
 
 @contextmanager
 def averaged_weights(engine: Engine) -> Iterator[None]:
-    """Give the model its averaged weights within the block, if the optimizer has any; a collective call.
+    """Use the averaged weights in the model within the block, if the optimizer has any; a collective call.
 
     The original weights are restored bit for bit.
     """
@@ -133,7 +133,7 @@ def averaged_weights(engine: Engine) -> Iterator[None]:
 
 
 def _wait_for_copies() -> None:
-    """Wait for another stream that may still copy the weights for a checkpoint."""
+    """Wait until no other stream copies the weights for a checkpoint."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -142,7 +142,7 @@ def _refresh_model(engine: Engine) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage():
         require(optimizer, "update_lp_params", "deepspeed")()
-    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model has the master weights themselves
+    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model's weights are the master weights
         with torch.no_grad():
             for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 torch._foreach_copy_(low, high)

@@ -1,8 +1,8 @@
-"""Save and restore the optimizer's 32-bit state of a DeepSpeed engine, for any stage and number of ranks.
+"""Save and restore the 32-bit optimizer state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
 position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
-without communication; the reader reassembles the tensors by name, for any partitioning. Read in DeepSpeed 0.19.8:
+without communication; the reader reassembles the tensors by name, for any partitioning. Based on DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
 docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """
@@ -31,7 +31,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` elements of a trained tensor from `param_start` on, stored at `holder_start` of a flat tensor."""
+    """`length` elements of a trained tensor, from `param_start`, stored at `holder_start` of a flat tensor."""
 
     name: str
     holder: torch.Tensor
@@ -44,12 +44,12 @@ class Shard:
 class Pieces:
     """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
-    A moment of another size than its master weights belongs to one unsharded tensor.
+    A moment whose size differs from its master weights belongs to one unsharded tensor.
     """
 
     tensors: Mapping[str, torch.Tensor]
     shards: list[list[Any]]
-    """[name, partition, start in it, start in the tensor, elements] of trained tensors."""
+    """[name, partition, start in the partition, start in the tensor, elements] of each shard."""
     shapes: dict[str, list[int]]
     """Shapes of the trained tensors that have a shard on this rank."""
 
@@ -97,7 +97,7 @@ class EngineState:
     def pieces(self) -> Pieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
-        None at stage 0 on all ranks but the first, as they hold the same.
+        At stage 0, where all ranks hold the same state, only rank 0 returns it.
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
@@ -130,7 +130,7 @@ class EngineState:
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Restore the result of `whole_state` after `steps` optimizer steps, and the weights of the forward pass.
+        """Restore the result of `whole_state` after `steps` optimizer steps, also in the model's weights.
 
         Returns False if 8-bit moments had to be rounded again.
         """
@@ -197,7 +197,7 @@ class EngineState:
             group.update(counted)
 
     def steps_taken(self) -> int:
-        """Return the number of optimizer steps in the moments; 1 for moments that do not count steps."""
+        """Return the number of optimizer steps in the moments' state; 1 if it does not count them."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         steps = [entry.get("step", counted) for entry in entries]
@@ -247,7 +247,7 @@ class EngineState:
         return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
 
     def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
-        """Write the weights that the forward pass reads, which stage 3 partitions."""
+        """Copy the restored master weights into the model's parameters, gathering them at stage 3."""
         import deepspeed
 
         stage = self._engine.zero_optimization_stage()

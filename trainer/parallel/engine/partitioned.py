@@ -1,6 +1,6 @@
 """Read the attributes that DeepSpeed's stage 3 adds to partitioned parameters; no other file uses them.
 
-Read in DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
+See DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
 """
 
 import inspect
@@ -45,7 +45,7 @@ def get_partition_group(parameter: Tensor) -> Any:
 
 
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
-    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise pass as full parameters."""
+    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise look like full parameters."""
     if not all(map(is_partitioned, parameters)):
         raise changed("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 

@@ -54,26 +54,26 @@ class Report:
 
 
 _MEETINGS, _DECISIONS = itertools.count(), itertools.count()
-# Rank 0 serves the store, which all ranks use again later, as long as it holds this reference.
+# Keeps rank 0's store server alive, because all ranks use the store again later.
 _SERVERS: list[Any] = []
 Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, once they agree."""
+    """The result of `meet`."""
 
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
     store: Any
-    """On rank 0, the server through which the process group is formed; keep a reference until then."""
+    """Store for forming the process group; rank 0 serves it, so keep a reference until then."""
     hosts: int = 1
 
 
 def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
     """Compare all ranks; every rank must call it before the process group is formed.
 
-    `settings` is the configuration as JSON. Rank 0's `token` is that of its lock in `run_dir`, which every rank must
+    `settings` is the configuration as JSON. `token` identifies rank 0's lock in `run_dir`, which every rank must
     see. Raises UserError on every rank with the hosts that differ, and TimeoutError if a rank does not arrive within
     `timeout_minutes`.
     """
@@ -159,7 +159,7 @@ def differences(reports: Sequence[Report]) -> list[str]:
     names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
-        # A file saved while the ranks of one host read it would make them differ despite one checkout.
+        # One rank per host: a file saved while a host's ranks read it would make them differ.
         first_of_host = {report.host: report for report in reversed(reports)}
         compared = [report for report in reports if name != "code" or first_of_host[report.host] is report]
         for report in compared:
@@ -174,7 +174,7 @@ def differences(reports: Sequence[Report]) -> list[str]:
 
 
 def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
-    """Return an error message if some hosts do not share the output folder with rank 0; otherwise nothing."""
+    """Return an error message if some hosts do not share the output folder with rank 0, else an empty list."""
     blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not blind:
         return []
@@ -230,7 +230,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank after all have read it, as the store ends with rank 0."""
+    """Return rank 0's text on every rank once all have read it: rank 0's exit ends the store."""
     if ranks.is_main:
         store.set("answer", text)
     else:

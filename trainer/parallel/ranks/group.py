@@ -38,7 +38,7 @@ Within = Literal["auto", "host", "all"] | int
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process among `world_size` processes; `local_rank` counts those of its host."""
+    """The rank of this process among `world_size` processes, and its `local_rank` on its host."""
 
     rank: int
     world_size: int
@@ -110,10 +110,10 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
 
 @replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
-    """Make DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
+    """Skip the build of DeepSpeed's shared-memory all-reduce on CPUs, which only tensor parallelism calls.
 
-    Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python has
-    compiled it last. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    Compiling it takes 40 s on two cores, at the first start and after a build by another environment with the same
+    Python. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
@@ -136,7 +136,7 @@ def extend_timeouts(minutes: float) -> None:
 
 
 def find_meeting_point(ranks: Ranks) -> None:
-    """Set the variables by which torch's ranks find each other, if the launcher has not.
+    """Set torch's rendezvous variables, unless the launcher has set them.
 
     Raises UserError if MPI started the ranks and mpi4py is not installed.
     """
@@ -154,7 +154,7 @@ def find_meeting_point(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Make DeepSpeed send all ranks the address of rank 0 and a port that is free there."""
+    """Make DeepSpeed share rank 0's address and a free port of its host with all ranks."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -180,13 +180,13 @@ def leave_process_group(*, together: bool = False) -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Exit like Python, but without the destructors of libraries, in which threads of gloo sometimes abort.
+    """Exit like Python, but without running library destructors, in which gloo threads sometimes abort.
 
-    Under MPI the destructors run, as MPI must be finalized.
+    Under MPI the destructors run, because MPI must be finalized.
     """
     if "mpi4py.MPI" in sys.modules:
         sys.exit(exit_code)
-    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads, including those of executors
+    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads, including executors'
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a pipe without a reader, a closed stream

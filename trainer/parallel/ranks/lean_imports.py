@@ -1,8 +1,8 @@
 """Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
 torch.compile immediately imports Inductor, which takes longer than torch itself. At import, bitsandbytes (0.50.2),
-which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three of its Muon
-optimizer. They are compiled at their first call instead.
+which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) compiles three of
+its Muon optimizer. They are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
 Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported. If SciPy
@@ -44,7 +44,7 @@ NEEDED_BY_EVERY_RUN = (
 
 
 class _Finder(MetaPathFinder):
-    """Finds each of the modules once, like the other finders, and replaces functions while it is executed."""
+    """Finds each module once, through the other finders, and replaces functions while it is executed."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
         self._wanted.remove(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader  # of this module alone
+            loader: Any = spec.loader  # not shared with other modules
             loader.exec_module = partial(_execute, loader.exec_module)
         return spec
 

@@ -23,7 +23,7 @@ MIN_PAGE_FAULTS = 64
 
 
 def main_thread_frame() -> FrameType | None:
-    """Return the innermost Python frame of the main thread, also during a call into C++."""
+    """Return the innermost Python frame of the main thread, even during a call into C++."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
@@ -59,7 +59,7 @@ def recorded_collectives() -> tuple[str | None, int | None]:
     for dump in (getattr(distributed, name, None) for name in names):
         if dump is None:
             continue
-        trace: dict[str, Any] = json.loads(dump(True, True))  # with the collectives, the active ones only
+        trace: dict[str, Any] = json.loads(dump(True, True))  # include collectives, only active ones
         # Over all groups: DeepSpeed reduces and gathers in its own group.
         begun = [int(status["last_enqueued_collective"]) for status in trace.get("pg_status", {}).values()]
         if any(count >= 0 for count in begun):
@@ -108,7 +108,7 @@ class Work:
 
 
 def free_host_memory() -> float:
-    """Return the GiB of host memory that this process may still use: of the machine, or of its cgroup if less."""
+    """Return the host memory in GiB that this process may still use: the machine's, or its cgroup's if less."""
     free = [float(psutil.virtual_memory().available)]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -12,7 +12,7 @@ LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", 
 # A phase within "join", in which the ranks wait for each other in a store, which constantly takes a little CPU time.
 WAITING_PHASE = "meet"
 
-# The device still computes after these phases have ended on the host, so their time counts as that of the steps.
+# The device still computes after these phases have ended on the host, so their time counts as step time.
 STEP_PHASES = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """Current optimizer step, from 1; 0 before the first."""
+        """Optimizer step, counted from 1; 0 before the first."""
         self.first_step = 0
         self.phases: tuple[str, ...] = ()
         """From the outermost phase to the innermost."""
@@ -30,9 +30,9 @@ class Progress:
         """Time spent in each outermost phase so far, without the steps themselves."""
         self.first_phase_at: float | None = None
         self.write_step: Callable[[int, int], None] | None = None
-        """Writes the step and the first step at once; set by the watchdog."""
+        """Immediately writes the step and the first step; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """Marks the device's work of this step when a phase of STEP_PHASES begins; set by the watchdog."""
+        """Records an event on the device when a phase of STEP_PHASES begins; set by the watchdog."""
         self._first_step_at: float | None = None
         self._start_has_ended = False
 
@@ -44,14 +44,14 @@ class Progress:
         self.attribute_failures_to(step)
 
     def attribute_failures_to(self, step: int) -> None:
-        """Attribute failures from now on to step `step`: a device's results are read in the step after it."""
+        """Attribute later failures to `step`: results on a device are read one step later."""
         self.step = step
         if self.write_step is not None:
             self.write_step(step, self.first_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record that the block is the phase `name`; directly within this phase it changes nothing."""
+        """Record the block as phase `name`; nested directly in the same phase, it changes nothing."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
@@ -99,7 +99,7 @@ class Progress:
 
 
 def _read_start(pid: int) -> float:
-    """Return when a process of this host began, in seconds since the boot; now if it has ended."""
+    """Return a process's start time in seconds since boot; the current time if it has ended."""
     fields = read_stat(pid)
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     return now if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -2,7 +2,7 @@
 
 Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
 tokens of some heads, and another one afterwards returns its own tokens with all heads. The backward pass of an exchange
-is the opposite exchange, so the gradients of the weights are summed over the ranks like those of different samples.
+is the opposite exchange, so the gradients of the weights are summed over the ranks as for different samples.
 
 B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
 """
@@ -33,7 +33,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return the part of its sequences that this rank computes, None if that is all; every rank must call it.
+    """Return this rank's part of its sequences, None if it computes all of them; every rank must call it.
 
     Consecutive ranks share a sequence, since they are usually on one host.
     """
@@ -44,7 +44,7 @@ def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
 
 
 def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Tensor]:
-    """Return queries, keys or values [B, H, L/N, D] of this rank's tokens as [B, H/N, L, D] of its heads.
+    """Exchange queries, keys or values [B, H, L/N, D] of this rank's tokens for [B, H/N, L, D] of its heads.
 
     Heads are repeated if their number is not a multiple of N, which happens only for keys and values.
     """
@@ -60,14 +60,14 @@ def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Te
 
 
 def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
-    """Return the result of attention [B, L, H/N, D] for this rank's heads as [B, L/N, H, D] for its tokens."""
+    """Exchange the attention output [B, L, H/N, D] of this rank's heads for [B, L/N, H, D] of its tokens."""
     parts = tensor.unflatten(1, (part.size, -1)).movedim(1, 0)
     received: Tensor = _AllToAll.apply(parts.contiguous(), part.group)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    """Return the sum over the ranks of a group; each should use it for its fraction of a loss."""
+    """Return the sum over a group's ranks, for a loss of which each rank computes a fraction."""
     total: Tensor = _Sum.apply(values, part.group)
     return total
 

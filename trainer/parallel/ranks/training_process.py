@@ -14,7 +14,7 @@ from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.parallel.ranks.lean_imports import import_lean
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch's new and old name of the variable; a value set by the user is kept."""
+"""torch's new and old name for the variable; a value set by the user is kept."""
 
 # Torch reads it once, when it is imported. Expandable segments leave no gaps between activations that are too small for
 # the largest tensor of the next step.
@@ -23,7 +23,7 @@ if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    # There is nothing to save yet, and an exception in the middle of an import would look like a fault of that module.
+    # There is nothing to save yet, and an exception in the middle of an import would look like a bug in that module.
     os._exit(exit_code_after(number))
 
 
@@ -33,15 +33,15 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 def begin() -> None:
     """Make the process end immediately when its parent ends, and on a signal until `StopRequest` handles signals.
 
-    Later imports are lean (lean_imports.py) and never from the working folder.
+    Later imports are lean (lean_imports.py) and never from the working directory.
     """
     open_closed_descriptors()
     if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:
-        del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
+        del sys.path[0]  # the working directory (`torchrun -m`), or the script's folder
     os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _end_at_once)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by a launcher until here
     LAUNCHER_WATCH.start()
     redirect_bytecode()
     # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.

@@ -3,9 +3,9 @@
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
 thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) outside of any collective. While
 one rank makes progress the run does not hang, however long the others wait for it. If no rank makes progress for
-`training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
-collectives begun, else with the GPU that is furthest behind, else outside of any collective. All ranks then write their
-Python stacks to their logs and end with exit code 1.
+`training.hang_timeout`, the ranks behind are the silent ones. If none is silent, they are selected by the lowest step,
+then the fewest collectives begun, then the GPU furthest behind, then being outside of any collective. All ranks then
+write their Python stacks to their logs and exit with code 1.
 """
 
 import faulthandler
@@ -40,7 +40,7 @@ from trainer.parallel.ranks.process_state import (
 )
 from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
-# Another process is building; the launcher removes the lock of one that was killed.
+# Another process is building; if it is killed, the launcher removes its lock.
 BUILD_PATIENCE_S = 600.0
 STOPPED_OR_LOST = "it is stopped, or its host is down"
 EVENT_COUNT = 256
@@ -80,7 +80,7 @@ class DeviceMarks:
             self._recorded += 1
 
     def reached(self) -> int | None:
-        """Return the number of the last event that the GPU has reached, 0 if overwritten; None without events.
+        """Return the number of the last event that the GPU has reached, 0 if reused since; None without events.
 
         Any thread may call it.
         """
@@ -96,7 +96,7 @@ class DeviceMarks:
 
 
 class Watchdog:
-    """Writes this rank's heartbeat and watches those of the others."""
+    """Writes this rank's heartbeat and watches the other ranks' heartbeats."""
 
     def __init__(self, ranks: Ranks, logs: Path, hang_timeout_minutes: float) -> None:
         self._ranks = ranks
@@ -104,9 +104,9 @@ class Watchdog:
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = HeartbeatFolder(logs, ranks.rank, ranks.world_size)
         self.note_end = self._folder.note_end
-        """Write the latest heartbeat again with the exit code; safe in a signal handler."""
+        """Rewrites the latest heartbeat with the exit code; safe in a signal handler."""
         self.all_write = False
-        """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
+        """Whether every rank writes heartbeats from its start: a rank without any has not started."""
         PROGRESS.write_step = self._write_step
         self._host = host_name()
         self._work = Work()
@@ -118,7 +118,7 @@ class Watchdog:
         self._marks = DeviceMarks()
         if self._timeout_s:
             PROGRESS.mark_device = self._marks.note
-            # Number of collectives that torch records; without it those of gloo are not recorded at all.
+            # Number of collectives that torch records; without it, gloo's are not recorded at all.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -132,7 +132,7 @@ class Watchdog:
     def writes(self, value: bool) -> None:
         self._folder.writes = value
         if value:
-            self._folder.publish(self._own_heartbeat())  # now, as a small model trains some steps within an interval
+            self._folder.publish(self._own_heartbeat())  # now: a small model trains several steps within an interval
 
     def end(self, exit_code: int) -> int:
         """Write the rank's exit code into its last heartbeat; return the code."""
@@ -244,7 +244,7 @@ def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[
 
 
 def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the ranks at the lowest step; if that is all of them, those with the fewest collectives begun."""
+    """Return the ranks at the lowest step; if all are, the ranks with the fewest collectives begun."""
     lowest = min(beat.step for beat in beats.values())
     behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
     begun = [beat.collectives_begun for beat in behind.values()]

@@ -94,7 +94,7 @@ class ImageBatches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """Return this rank's micro-batches `offset` images into the epoch, and the number of images of all ranks."""
+        """Return this rank's micro-batches of the step at image `offset`, and its image count over all ranks."""
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
@@ -104,7 +104,7 @@ class ImageBatches(GlobalBatches):
         return batches, len(selected)
 
     def _count_passes(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
-        """Return the largest number of groups of any rank in the micro-step that begins at `first`."""
+        """Return the largest group count of any rank in the micro-step that begins at `first`."""
         counts = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -151,7 +151,7 @@ class ImageBatches(GlobalBatches):
 
 
 def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
-    """Yield the held-out images with fixed times and noise; every rank has equally many batches."""
+    """Yield the held-out images with fixed times and noise; every rank has the same number of batches."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.config import RunConfig, SourceSection
 from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.grouping import count_held_out, repeat_by_weight
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_cut_captions, encode
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode, find_truncated_captions
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit, bucket_sizes, fit_to_bucket
@@ -87,7 +87,7 @@ class ImageSamples:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Width and height of each, [N, 2]."""
+        """Width and height of each image, [N, 2]."""
         return np.array([(entry.width, entry.height) for entry in self.entries], dtype=np.int64).reshape(-1, 2)
 
 
@@ -166,7 +166,7 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
     held_out, prior = parts["evaluation"], parts["prior"]
-    cut = describe_cut_captions(pipeline, [image.caption for image in plan.images])
+    cut = find_truncated_captions(pipeline, [image.caption for image in plan.images])
     warnings = [*plan.skipped, *_warnings(plan), *cut]
     notes = (*filter(None, [note]), *(f"warning: {line}" for line in warnings))
     captions = len({image.caption for image in plan.images})

@@ -102,7 +102,7 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
     with pipeline.reading("its VAE"):
         vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        vae.to("cpu")  # raises for weights missing from the files, which are still on the meta device
+        vae.to("cpu")  # raises if weights are missing from the files and thus still on the meta device
     return vae.to(device).eval()
 
 
@@ -144,8 +144,8 @@ def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
 
 
-def describe_cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
-    """Return a warning for each token limit that captions exceed, with the text encoders that have it."""
+def find_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+    """Return a warning for each token limit that captions exceed, with the text encoders it applies to."""
     import diffusers
     import transformers
 

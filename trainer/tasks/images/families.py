@@ -23,13 +23,13 @@ class Family:
     pipeline: str
     """Class of the pipeline in diffusers."""
     denoiser: str
-    """Name of the component that is trained."""
+    """Name of the trained component."""
     model: str
     """Class of the denoiser."""
     scheduler: str
     """Class of the scheduler that adds noise in training."""
     patch: int
-    """Divisor of the sides of latents."""
+    """Divisor of latent height and width."""
     text_encoders: tuple[str, ...]
     guided: bool
     """Whether sampling uses a negative prompt (classifier-free guidance)."""
@@ -38,7 +38,7 @@ class Family:
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
-    """Side of the squares of VAE latents packed into the channels of one latent."""
+    """Side of the square of VAE latents that is packed into one latent's channels."""
 
     @property
     def flow(self) -> bool:

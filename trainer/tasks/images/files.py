@@ -1,9 +1,9 @@
 """Convert adapters to the formats of diffusers and of kohya's scripts, which ComfyUI and others read.
 
-kohya: a layer is named by its path in the model's original implementation, with underscores for dots. Next to the
-factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original has
-one matrix for several of diffusers (queries, keys, values), their factors are combined without loss: downs are stacked,
-ups are placed along the diagonal, and ranks and alphas add up.
+kohya: a layer is named by its path in the model's original implementation, with underscores for dots. In addition to
+the factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original
+has one matrix where diffusers has several (queries, keys, values), their factors are combined without loss: downs are
+stacked, ups are placed along the diagonal, and ranks and alphas add up.
 
 Sources: tensor names in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py and
 lora_sd3.py.
@@ -108,7 +108,7 @@ def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
 
 
 def _build_block_diagonal(ups: dict[int, Tensor], combined: tuple[str, ...], pipeline: Pipeline) -> Tensor:
-    """Combine factors to one of shape [sum of widths, sum of ranks], with zeros for layers without an adapter."""
+    """Combine factors into one of shape [sum of widths, sum of ranks], with zeros for layers without an adapter."""
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     widths = [4 * inner if name == "proj_mlp" else inner for name in combined]

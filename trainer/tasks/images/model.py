@@ -33,7 +33,7 @@ class ImageModel(nn.Module):
     """The denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
-    """Read by PEFT if submodules are transformers models."""
+    """PEFT reads it if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         """Build the modules without allocating weights."""
@@ -58,7 +58,7 @@ class ImageModel(nn.Module):
         return self.family.predict(self.denoiser, noisy, times, conditions)
 
     def usual_targets(self) -> list[str]:
-        """Return the paths of all linear layers of transformer blocks, except those of adaptive norms."""
+        """Return the paths of all linear layers in transformer blocks, except in adaptive norms."""
         return [
             path
             for block in transformer_blocks(self)
@@ -120,7 +120,7 @@ def load_image_model(
     shards: LayerShards | None = None,
 ) -> ImageModel:
     """Load the denoiser module by module in `dtype` or quantized, partitioned as in trainer/model/base.py."""
-    from trainer.model.streamed_weights import Filler  # brings bitsandbytes
+    from trainer.model.streamed_weights import Filler  # imports bitsandbytes
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
@@ -136,7 +136,7 @@ def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
 
 
 def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
-    """Map all parameters and buffers to tensors in files. Raises UserError for missing tensors and other shapes."""
+    """Map all parameters and buffers to tensors in files. Raises UserError for missing tensors and wrong shapes."""
     shapes, parameters = files.shapes(), dict(model.named_parameters())
     # Files only contain the denoiser, with names relative to it.
     prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."

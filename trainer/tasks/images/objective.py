@@ -4,7 +4,7 @@ epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                     
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
 flow matching   noisy = (1 - s) x + s e, target e - x                               SD3.5, Flux (Esser et al., 2024)
 
-x latents, e noise, a and s of the scheduler at the drawn timestep.
+x: latents, e: noise, a and s: the scheduler's values at the drawn timestep.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Objective:
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            # min(SNR, gamma) / SNR, which is 1 for a final timestep without signal.
+            # For epsilon min(SNR, gamma) / SNR, which is 1 for a final timestep without signal.
             weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 

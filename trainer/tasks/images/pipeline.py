@@ -65,7 +65,7 @@ def is_pipeline(name: str, section: ModelSection) -> bool:
 
 @dataclass(frozen=True)
 class VaeSettings:
-    """The keys of a VAE's config.json that determine latents."""
+    """The keys of a VAE's config.json that determine its latents."""
 
     block_out_channels: list[int]
     latent_channels: int = 4
@@ -92,7 +92,7 @@ class Pipeline:
 
     @property
     def side(self) -> int:
-        """Divisor of the sides of images."""
+        """Divisor of image width and height."""
         return self.downsampling * self.family.patch
 
     @property
@@ -160,7 +160,7 @@ class Pipeline:
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     def reading(self, what: str) -> AbstractContextManager[None]:
-        """Convert exceptions of libraries that read files to UserErrors."""
+        """Convert exceptions from file-reading libraries to UserErrors."""
         return _reading(f"base_model={self.base_model}", what)
 
     @cached_property
@@ -269,7 +269,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
-    the file only has the denoiser, as for Flux, so do all other components.
+    the file only has the denoiser, as for Flux, all other components come from there, too.
     """
     import diffusers
     import torch

@@ -14,7 +14,7 @@ from trainer.tasks.images.sizes import check_sizes
 
 
 def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> Prepared:
-    """Check the pipeline and the settings, encode images and captions. Raises UserError."""
+    """Check pipeline and settings, encode images and captions. Raises UserError if any are invalid."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
     log(f"checking the pipeline {config.base_model}")

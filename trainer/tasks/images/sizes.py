@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: sizes with about the pixels of a square of `image.resolution`, to which images are resized."""
+"""Aspect-ratio buckets: sizes to which images are resized, with about `image.resolution`^2 pixels."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Fit:
 
 
 def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
-    """Return (width, height) of all buckets: multiples of `bucket_step` with at most as many pixels as the square."""
+    """Return (width, height) of all buckets: multiples of `bucket_step` with at most resolution^2 pixels."""
     side, step = image.resolution, image.bucket_step
     if not image.buckets:
         return [(side, side)]

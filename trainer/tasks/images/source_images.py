@@ -106,7 +106,7 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
-    """Return the text file next to an image, else `default`. Raises UserError if the file cannot be read."""
+    """Return the content of an image's text file, else `default`. Raises UserError if the file cannot be read."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:

@@ -66,7 +66,7 @@ class ImageTask(Task):
             shards=shards,
         )
 
-    def small_pass(self, model: Any) -> object:
+    def run_small_pass(self, model: Any) -> object:
         """Run a forward pass on the smallest image that the model accepts, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
@@ -213,7 +213,7 @@ def _add_row_dimension(conditions: Conditions, device: torch.device, dtype: torc
 
 
 def _decode(sampler: Any, latents: torch.Tensor, side: int) -> Any:
-    """Decode latents to an image like the pipeline."""
+    """Decode latents to an image as the pipeline does."""
     vae = sampler.vae
     if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches
         latents = require(sampler, "_unpack_latents", "diffusers")(latents, side, side, sampler.vae_scale_factor)

@@ -36,16 +36,16 @@ class UnitPlan:
 
     path: str
     last_module: str
-    """The last module below `path` in the order of loading."""
+    """The module below `path` that is loaded last."""
     parameters: tuple[str, ...]
 
 
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
     """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
 
-    A model may list its blocks itself (`gathered_blocks`). Modules with names that end in one of `keep_whole` are not
-    sharded, nor the embeddings with `keep_embeddings`, nor weights shared with those or between blocks, nor small
-    weights outside of blocks. A weight with two names (a tied head) belongs to its first module.
+    A model may list its blocks itself (`gathered_blocks`). Not sharded: modules with a name that ends in one of
+    `keep_whole`, the embeddings with `keep_embeddings`, weights shared with these or between blocks, and small weights
+    outside of blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
     excluded = _find_excluded(model, keep_whole, keep_embeddings)
@@ -63,7 +63,7 @@ def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[i
     for block in blocks:
         parameters = modules[block].named_parameters(prefix=block)
         names = [name for name, parameter in parameters if id(parameter) not in excluded]
-        # From `modules`, which lists a module that blocks share only once: it is filled with the first of them.
+        # `modules` lists a module that several blocks share once, under the first block, which loads it.
         last = [path for path in modules if f"{path}.".startswith(f"{block}.")][-1]
         units.append(UnitPlan(block, last, tuple(names)))
     excluded |= set(counts)
@@ -88,7 +88,7 @@ def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool)
 
 @dataclass(frozen=True)
 class _Step:
-    """A module with a forward that reads a unit."""
+    """A module that reads a unit in its forward pass."""
 
     unit: ShardedUnit
     module: nn.Module
@@ -205,7 +205,7 @@ class LayerShards:
             unit.waiting = waiting
 
     def line(self) -> str:
-        """Return a line for the console."""
+        """Return a summary for the console."""
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in host memory" if self._in_host_memory else "on its device"
@@ -250,7 +250,7 @@ class LayerShards:
         self._in_backward = backward
 
     def _find_next(self, index: int, backward: bool) -> ShardedUnit | None:
-        """Return the unit of the next step; after the last step, that of the backward pass or of the next forward."""
+        """Return the unit needed next; after the last step, by the backward pass or the next forward pass."""
         if not backward and index + 1 < len(self._steps):
             return self._steps[index + 1].unit
         if backward or torch.is_grad_enabled():

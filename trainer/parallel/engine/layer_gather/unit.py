@@ -1,4 +1,4 @@
-"""Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers from the ranks, and that are freed.
+"""Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers, and that are freed together.
 
 All tensors of a unit, of any dtype, are permanent views of one buffer of bytes. Gathering allocates the buffer's
 storage, and one all-gather fills it. Freeing releases the memory. No Parameter changes, and anything that autograd
@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.linear_layers import packed_state
 
-ALIGNMENT_BYTES = 256  # that of torch's allocator
+ALIGNMENT_BYTES = 256  # as in torch's allocator
 Waiting = Callable[[], AbstractContextManager[None]]
 Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that replaces it
 
@@ -60,7 +60,7 @@ class ShardedUnit:
         self._storage = self._whole.untyped_storage()
         self._own_part = self._whole.narrow(0, self._rank * size, size)
         on_host = in_host_memory and device.type == "cuda"
-        # The only rank of a group has nothing to gather, and never frees.
+        # A group of one rank has nothing to gather, and never frees.
         self._is_whole = group is not None and self._world == 1 and not on_host
         self._shard = self._own_part if self._is_whole else self._own_part.to("cpu" if on_host else device, copy=True)
         if on_host and pin_memory:
@@ -114,7 +114,7 @@ class ShardedUnit:
 
 
 def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
-    """Yield the slot of the parameter, and for a 4-bit weight those of the scales of its blocks."""
+    """Yield the slot of the parameter, and the slots of a 4-bit weight's block scales."""
     yield parameter, partial(setattr, parameter, "data")
     state = packed_state(parameter)
     while state is not None:
