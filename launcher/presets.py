@@ -67,7 +67,7 @@ def init(
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)
     try:
-        if output.exists():
+        if output.exists() or tailored:
             check_settings_file(output, f"--output {output}", force=force)
         if tailored:
             _tailor(model, data, gpus, gpu_memory, output)

@@ -30,6 +30,7 @@ SIGNAL_LEAD_S = 60
 MIN_TRAINING_S = 30
 MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
+ARRAY_FORM = "must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time"
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -80,7 +81,7 @@ def parse_task_ranges(tasks: str) -> list[range]:
     for part in tasks.split(","):
         match = _TASKS.fullmatch(part)
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
+            raise UserError(f"--array {tasks}: {ARRAY_FORM}")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         ranges.append(range(first, last + 1, max(step, 1)))  # ranges, as their ends may be far apart
     return ranges
@@ -88,6 +89,8 @@ def parse_task_ranges(tasks: str) -> list[range]:
 
 def _check_array(array: str | None, lines: list[str]) -> None:
     if array is not None:
+        if "%" in array and not re.fullmatch("[1-9][0-9]*", array.partition("%")[2]):
+            raise UserError(f"--array {array}: {ARRAY_FORM}")
         last = max(tasks[-1] for tasks in parse_task_ranges(array.partition("%")[0]))
         if lines and last >= len(lines):
             raise UserError(f"--array {array}: the sweep has {len(lines)} runs; use 0 to {len(lines) - 1}")

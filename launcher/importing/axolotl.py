@@ -251,10 +251,10 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
     """Return the value of a key that all sources share here, and the key of the file that sets it."""
     if t.get(name):
         return t.get(name), name
-    values = [entry[name] for _, entry in list_entries(t) if name in entry]
-    if any(value != values[0] for value in values):
+    values = [(entry[name], f"{at}.{name}") for at, entry in list_entries(t) if name in entry]
+    if any(value != values[0][0] for value, _ in values):
         t.refuse("datasets", f"{name} differs between sources; it must be the same for all")
-    return values[0] if values else None, "datasets"
+    return values[0] if values else (None, "datasets")
 
 
 def set_chat_template(t: Translation) -> None:

@@ -54,6 +54,8 @@ def import_(
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
     """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
+    if len(arguments) > 1 and arguments[0].endswith((".yaml", ".yml", ".json")):
+        raise UserError(f"{arguments[1]}: is no option of zerolora import; pass {arguments[0]} alone")
     if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
         foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
     else:

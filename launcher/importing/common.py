@@ -187,11 +187,11 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
     schedule, steps = t.get_setting("training.lr_scheduler"), t.get_setting("training.max_steps")
     ratio = options.get("min_lr_rate", options["min_lr"] / peak if "min_lr" in options and peak else None)
     if ratio is not None and schedule == "cosine_with_min_lr":
-        t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+        t.put("training.min_lr_ratio", ratio, *(f"lr_scheduler_kwargs.{name}" for name in ("min_lr_rate", "min_lr")))
     if schedule == "cosine_with_restarts":
-        t.put("training.lr_cycles", options.get("num_cycles", 1), "lr_scheduler_kwargs")
+        t.put("training.lr_cycles", options.get("num_cycles", 1), "lr_scheduler_kwargs.num_cycles")
     elif schedule == "warmup_stable_decay":
-        t.put("training.min_lr_ratio", options.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs")
+        t.put("training.min_lr_ratio", options.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs.min_lr_ratio")
         if "num_decay_steps" in options and steps:
             t.put("training.decay_ratio", min(1.0, options["num_decay_steps"] / steps), "lr_scheduler_kwargs")
     if (factor := t.get("label_smoothing_factor")) and t.get_setting("training.loss") in (None, "nll"):

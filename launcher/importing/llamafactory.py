@@ -23,6 +23,8 @@ def translate(foreign: Foreign) -> Translation:
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
         t.refuse("do_train", common.REASONS["nothing_trained"])
+    if t.get("use_muon"):  # LLaMA-Factory then ignores optim
+        t.put("training.optimizer", "muon", "use_muon")
     set_adapter(t)
     set_data(t)
     common.set_training(t, "auto", None)

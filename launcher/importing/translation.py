@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import Mistake, UserErrors, describe_problem, shown
+from trainer.config.errors import Mistake, UserErrors, describe_problem, nearest, shown
 from trainer.config.messages import setting_type
 from trainer.config.values import accepted_types, parse_value
 from trainer.config.yaml_core import parse_scalar
@@ -302,7 +302,9 @@ class Translation:
                 if key not in used and (is_off(given) or key in table or key.startswith(prefixes)):
                     self.no_effect.append(key)
                 elif key not in used:
-                    self.note_unsupported(key, f"{shown(given, 60)}: no counterpart here")
+                    near = nearest(key, [name for name in table if name[-1] != "*"], 0.86)
+                    why = f"did you mean {near}?" if near else "no counterpart here"
+                    self.note_unsupported(key, f"{shown(given, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
         """Report an error of our own checks, for the key that set the setting."""
@@ -312,6 +314,8 @@ class Translation:
         names = self.settings[ours].names if ours else ()
         if names and names[0] not in self._mistakes:
             name = names[0] + mistake.setting.removeprefix(ours)
+            if isinstance(self._get_raw(name), (list, dict)) and not isinstance(mistake.value, (list, tuple, dict)):
+                mistake = replace(mistake, value=None)
             self._mistakes.setdefault(name, str(replace(mistake, name=self.foreign.locate(name))))
         elif not names and not self._mistakes:  # otherwise another error may be the reason
             self._mistakes[mistake.setting] = f"{self.foreign.label}: {mistake}"

@@ -44,6 +44,8 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
         )
     foreign = Foreign("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
+        if config is True:
+            raise UserError("--config: has no value; add one after it")
         foreign.path = Path(str(config))
         file = read_yaml(foreign.path, Yaml11Loader)
         foreign.tree = {**{str(name): value for name, value in file.tree.items()}, **tree}
@@ -123,6 +125,8 @@ def set_adapter(t: Translation) -> None:
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
     t.put("adapter", kind, "use_peft", "load_in_4bit", "load_in_8bit")
+    if kind == "none" and (four or eight):
+        t.refuse("load_in_4bit" if four else "load_in_8bit", "quantized weights cannot be trained; add --use_peft")
     if kind == "qlora" and not four:
         t.put("quantization.quant_type", "int8", "load_in_8bit")
         t.note("load_in_8bit", common.INT8)

@@ -20,7 +20,7 @@ Slots = dict[str, list[int]]
 SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
 _ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
-_NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
+_NAME = re.compile(r"[\w.][\w.-]*(@[\w.-]+)?")
 
 
 def read_hostfile(path: Path) -> Slots:

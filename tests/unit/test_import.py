@@ -304,7 +304,7 @@ def test_llama_factorys_other_kinds() -> None:
     whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
     assert whole.adapter == "none"
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
-    assert "pictures: training on images" in refused(FACTORY.replace("pairs, talks", "pictures"))
+    assert "pictures: data with images" in refused(FACTORY.replace("pairs, talks", "pictures"))
     assert "stage=ppo: must be sft, pt" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")

@@ -9,6 +9,8 @@ from collections.abc import Callable, KeysView
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.compare.__main__ import main as compare
@@ -20,6 +22,7 @@ from launcher.targets.slurm import read_allocation
 from tests.families import save_family
 from tests.runs_in_process import make_ground
 from tests.unit.test_after_run import make_run
+from tests.vision import make_vision_model
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
@@ -145,6 +148,15 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
     assert refuse("init", "--model", "") == "error: --model: must not be empty; write a value, or leave it out"
     assert not list(tmp_path.iterdir())
+
+
+def test_values_for_other_programs_are_checked(tmp_path: Path, refuse: Command) -> None:
+    (tmp_path / "c.yaml").write_text("base_model: m\noutput_dir: run\ndataset: {path: d}\n")
+    (tmp_path / "hosts").write_text("-oProxyCommand=x slots=1\n")
+    assert "line 1 is '-oProxyCommand=x slots=1'; it must read" in refuse("train", "c.yaml", "--hostfile", "hosts")
+    for limit in ("0", "x"):
+        assert "must read 0-7" in refuse("submit", "c.yaml", "--array", f"0-3%{limit}", "--dry-run")
+    assert "--output x/y.yaml: its folder does not exist" in refuse("init", "--gpus", "1", "--output", "x/y.yaml")
 
 
 def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
@@ -425,9 +437,10 @@ def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": NaN}\n')
-    with pytest.raises(UserError, match=r"\(train/loss: must be below 1e\+\d+\)"):
-        list(read_metrics(tmp_path))
+    for value, line in (("NaN", "a finite number"), ("1e305", r"below 1e\+\d+")):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "time": 1.0, "train/loss": {value}}}\n')
+        with pytest.raises(UserError, match=rf"\(train/loss: must be {line}\)"):
+            list(read_metrics(tmp_path))
 
 
 def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
@@ -574,6 +587,9 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
         (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
         (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
+        (["training.num_gpus=2"], "training.num_gpus: unknown setting; `zerolora config --schema` lists all"),
+        (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
+        (["zero.extra={fp16:"], "close its brackets, quote it for the shell"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
@@ -628,7 +644,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
         (
             ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
-            r"^training.decay_ratio=0.99: with training.warmup_ratio=0.5 more than the whole run; use fractions",
+            r"^training.decay_ratio=0.99: with training.warmup_ratio=0.5 exceeds the whole run; use fractions",
         ),
         (
             ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
@@ -676,6 +692,44 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
         prepare(load_config(ground / "base.yaml", words).config)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        (
+            "d.parquet",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "d.parquet is a pointer of Git LFS, not the data",
+        ),
+        ("d.parquet", b"", "d.parquet: has no records; use another dataset"),
+        (
+            "d.jsonl",
+            b'{"messages": ["a", {"role": "user", "content": "b"}]}\n',
+            "record 1, turn 1: is text, not a record",
+        ),
+        ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
+        ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the names"),
+    ],
+)
+def test_a_file_of_data_is_described_as_it_is(name: str, content: bytes, line: str, tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / name).write_bytes(content)
+    if not content:
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), ground / name)
+    with pytest.raises(UserError, match=re.escape(line)):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / name}"]).config)
+
+
+def test_settings_that_the_data_does_not_use_are_reported(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    words = [f"base_model={make_vision_model(tmp_path / 'vision', 'qwen2_5_vl')}", "dataset.max_pixels=900"]
+    with pytest.raises(UserError, match=r"^dataset.max_pixels=900: has no effect, because no record has an image"):
+        prepare(load_config(ground / "base.yaml", words).config)
+    (ground / "d.jsonl").write_text('{"text": "a b c"}\n' * 4)
+    words = [f"dataset.path={ground / 'd.jsonl'}", "dataset.system_prompt=be kind"]
+    notes = prepare(load_config(ground / "base.yaml", words).config).data.stats.notes
+    assert "warning: dataset: texts have no prompt, so dataset.system_prompt is not used" in notes
+
+
 def test_an_image_in_an_answer_is_refused(tmp_path: Path) -> None:
     part = {"type": "image", "path": "a.png"}
     turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [part]}]
@@ -691,6 +745,9 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("output_dir: [a]\n", "output_dir=[a]: must be text, not a list"),
+        ("streaming: true\n", "streaming=true: the length of a stream is unknown"),
+        ("pretraining_dataset: [{path: d, type: completion}]\n", "pretraining_dataset: the length of a stream is"),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is set as well; remove one"),
         ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
@@ -712,6 +769,11 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
             "-seed: options begin with two dashes; write",
         ),
         ("trl", "trl: not a command of TRL; use trl sft"),
+        (
+            "trl sft --model_name_or_path m --dataset_name d --load_in_4bit",
+            "--load_in_4bit: quantized weights cannot be",
+        ),
+        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add one after it"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
     ],
@@ -722,6 +784,33 @@ def test_values_that_another_trainer_refuses_are_refused(text: str, line: str, t
     with pytest.raises(UserError) as caught:
         translate_arguments(text.split() if text.startswith("trl") else [str(file)])
     assert line in str(caught.value)
+
+
+def test_an_option_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--from: is no option of zerolora import; pass a.yaml alone$"):
+        translate_arguments(["a.yaml", "--from", "axolotl"])
+    with pytest.raises(UserError, match=r"^--lr_scheduler_kwargs.num_cycles=0: must be 1 or more$"):
+        words = "--model_name_or_path m --dataset_name d --lr_scheduler_type cosine_with_restarts".split()
+        translate_arguments(["trl", "sft", *words, "--lr_scheduler_kwargs", '{"num_cycles": 0}'])
+    (tmp_path / "a.yaml").write_text(AXOLOTL.replace("alpaca", "chat_template, roles_to_train: [robot]"))
+    with pytest.raises(UserError, match=r":3: datasets.0.roles_to_train=\[robot\]: choose from assistant"):
+        translate_arguments([str(tmp_path / "a.yaml")])
+
+
+def test_a_mistyped_key_of_another_trainer_is_corrected(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AXOLOTL + "learning_rte: 1e-3\nsomething: 5\n")
+    left_out = dict(translate_arguments([str(tmp_path / "a.yaml")]).left_out)
+    assert left_out["learning_rte"].endswith(": did you mean learning_rate?")
+    assert left_out["something"].endswith("no counterpart here")
+
+
+def test_muon_of_llamafactory_replaces_its_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    file = tmp_path / "l.yaml"
+    file.write_text(
+        "stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nuse_muon: true\noptim: adamw_torch\n"
+    )
+    assert translate_arguments([str(file)], tmp_path).get_setting("training.optimizer") == "muon"
 
 
 def test_a_length_of_trl_without_a_limit_is_reported() -> None:

@@ -53,7 +53,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
         if is_list_of_words:
             return value
         raise UserError(
-            f"{name}={shown(value)}: not valid YAML; close its brackets, and put text with # or : in quotes"
+            f"{name}={shown(value)}: not valid YAML; close its brackets, quote it for the shell, put # or : in quotes"
         ) from None
 
 

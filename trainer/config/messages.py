@@ -71,13 +71,14 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
     dotted, name = ".".join(path), path[-1]
     settings = {setting: setting for setting in setting_names()} | ALIASES
     candidates = {key: setting for known, setting in settings.items() for key in (known, known.rsplit(".", 1)[-1])}
-    section = section_at(path[:-1])
+    section, above = section_at(path[:-1]), ".".join(path[:-1])
+    own = {key.rpartition(".")[2]: ALIASES[key] for key in ALIASES if above and key.rpartition(".")[0] == above}
     if name in ALIASES:
         meant = ALIASES[name]
-    elif section and (close := nearest(name, section.model_fields)):
-        meant = ".".join([*path[:-1], close])
+    elif section and (close := nearest(name.partition("[")[0], [*section.model_fields, *own])):
+        meant = own.get(close, ".".join([*path[:-1], close]))
     else:
-        meant = candidates.get(nearest(dotted, candidates, 0.8) or nearest(name, candidates, 0.8) or "", "")
+        meant = candidates.get(nearest(name, candidates, 0.9) or "", "")
     return Mistake(dotted or "''", None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 

@@ -14,7 +14,7 @@ from trainer.contract.whole_files import write_json
 MAX_METRICS_BYTES = 1 << 34
 Record = dict[str, int | float | None]
 _Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
-_Number = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e300, lt=1e300)]
 _Shape = dict[str, _Number | _Whole | None]
 
 SWEEP = "sweep.json"

@@ -219,6 +219,8 @@ class DocumentEncoder:
         if total == len(problems):
             raise UserError(problems[0])
         notes = [shape.note]
+        if self.system_prompt and shape.format == "completion":
+            notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
         unread = {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
         lost = {phrase: unread.pop(phrase) for phrase in LOST if phrase in unread}

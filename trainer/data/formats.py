@@ -46,7 +46,7 @@ def find_shape(
     Raises UserError, naming the actual and the expected fields.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
-    if first and all(isinstance(value, list) and value and isinstance(value[0], str) for value in first.values()):
+    if first and all(isinstance(value, list) and {*map(type, value)} == {str} for value in first.values()):
         where = f"{label}.path={shown(source.path)}, record 1"
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
@@ -207,6 +207,6 @@ def describe_type(value: Any) -> str:
 
 def join_names(names: Iterable[str]) -> str:
     """Join field names for a message, at most twelve."""
-    shown_names = [shown(name, 60) for name in names]
+    shown_names = [shown(name, 60) if name == name.strip() else repr(name) for name in names]
     more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
     return (", ".join(shown_names[:12]) or "no fields") + more

@@ -311,7 +311,7 @@ def _read_content(content: Any, key: str, where: str, images: ImageParts | None 
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them")
+        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them, or set their type")
     if not isinstance(content, str | None):
         raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
     return content or ""

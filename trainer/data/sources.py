@@ -23,7 +23,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import DISK_FULL
 from trainer.data.source_files import READERS, describe_missing_split, describe_source, find_data_files
-from trainer.data.text_files import RAW, get_data_suffix, read_raw_records
+from trainer.data.text_files import LFS_POINTER, RAW, get_data_suffix, is_lfs_pointer, read_raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -189,6 +189,8 @@ def _read_files(
             read_raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
+        if pointer := next(filter(is_lfs_pointer, files), None):
+            raise UserError(f"{where}: {pointer.name} {LFS_POINTER}") from None
         raise _unreadable(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
@@ -240,9 +242,10 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
                 f"{describe_source(source, label)}: cannot be read, since {cause.filename} cannot be written "
                 f"({cause.strerror}); fix its permissions, or set HF_DATASETS_CACHE to another folder"
             )
-    if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+    reason = str(error.__cause__ or error)
+    if isinstance(error, StopIteration) or re.search("corresponds to no data|BatchSize must be", f"{error} {reason}"):
         return no_records_error(source, label)
-    problem = f"cannot be read as {kind} ({error.__cause__ or error})"
+    problem = f"cannot be read as {kind} ({reason})"
     return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete, copy it again")
 
 

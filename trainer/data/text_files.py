@@ -63,10 +63,17 @@ def _remove_padding(value: Any) -> Any:
     return [_remove_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
+LFS_POINTER = "is a pointer of Git LFS, not the data; fetch it with git lfs pull"
 _NO_DATA = {
-    b"version https://git-lfs": "is a pointer of Git LFS, not the data; fetch it with git lfs pull",
+    b"version https://git-lfs": LFS_POINTER,
     b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
 }
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file only names the data that Git LFS stores elsewhere."""
+    with file.open("rb") as stream:
+        return _NO_DATA.get(stream.read(23)) == LFS_POINTER
 
 
 def get_data_suffix(path: Path) -> str:
@@ -218,7 +225,7 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
             problem = f"has {len(cells)} cells, and the first line {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; put double quotes around texts that contain the separator")
+            yield json.dumps(f"{place} {problem}; put texts with it in double quotes, and remove lines above the names")
     except csv.Error as error:
         fix = 'begin and end a quoted text with ", and write a " inside it twice'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None

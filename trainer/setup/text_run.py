@@ -109,10 +109,11 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 def check_images(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError for settings that do not work with images yet."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
-        for name, value in config.vision:
-            if value not in ("none", False):
+        pixels = ((f"dataset.{name}", getattr(config.dataset, name)) for name in ("min_pixels", "max_pixels"))
+        for name, value in (*((f"vision.{name}", value) for name, value in config.vision), *pixels):
+            if value not in ("none", False, None):
                 problem = "has no effect, because no record has an image; remove it"
-                raise UserError(f"vision.{name}={shown(value)}: {problem}")
+                raise UserError(f"{name}={shown(value)}: {problem}")
         return
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),

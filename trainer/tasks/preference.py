@@ -45,7 +45,7 @@ PAIR_METRICS = (
 TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and its divergence from the
 reference in bits, if each step computes the reference from the input of the head."""
-PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false"
+PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false (dataset.fields.label)"
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
 
