@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
@@ -273,7 +275,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "run" / "adapter_config.json").write_text("{}")
     (ground / "half" / "checkpoint-5").mkdir(parents=True)
     (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
-    for name, content in (("cut-adapter", b"\x10\0\0\0\0\0\0\0{}"), ("old-adapter", b"PK\x03\x04" + bytes(60))):
+    for name, content in (
+        ("cut-adapter", b"\x10\0\0\0\0\0\0\0{}"),
+        ("old-adapter", b"PK\x03\x04" + bytes(60)),
+        ("nan-adapter", save({"q_proj.lora_A.weight": torch.tensor([[torch.nan]], dtype=torch.bfloat16)})),
+        ("int-adapter", save({"q_proj.lora_A.weight": torch.tensor([[1]], dtype=torch.int8)})),
+    ):
         (ground / name).mkdir()
         (ground / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
         (ground / name / "adapter_model.safetensors").write_bytes(content)
@@ -316,6 +323,8 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short or damaged",),
+    "lora.adapter_path=./nan-adapter": ("./nan-adapter: q_proj.lora_A.weight is not finite; use an earlier",),
+    "lora.adapter_path=./int-adapter": ("./int-adapter: q_proj.lora_A.weight is int8; use an adapter in 16",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),

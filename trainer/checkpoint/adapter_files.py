@@ -50,6 +50,16 @@ def find_adapter_damage(folder: Path) -> str | None:
     return None
 
 
+def find_untrainable_tensor(folder: Path) -> str | None:
+    """Return why a tensor of a saved adapter cannot be trained, beginning with its name; None if all can."""
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if not tensor.is_floating_point():
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use an adapter in 16 or 32 bits"
+        if not torch.isfinite(tensor.float()).all():
+            return f"{name} is not finite; use an earlier checkpoint"
+    return None
+
+
 def changed_files(folder: Path) -> list[str]:
     """Return the names of settings and tokenizer files that changed since training."""
     recorded = _recorded_checksums(folder)
