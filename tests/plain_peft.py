@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.data import Batches
-from trainer.data.batches import IGNORED, collate
+from trainer.data.batches import IGNORED, Batches, collate
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import build_lora_config

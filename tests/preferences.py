@@ -14,8 +14,7 @@ from tests.plain_peft import train_steps, with_adapter
 from tests.runs_in_process import make_ground
 from tests.tiny import WORDS
 from trainer.config import RunConfig
-from trainer.data import Sample
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, split_documents
 from trainer.model.base import load_base_model
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare

@@ -19,10 +19,10 @@ from trainer.commands.evaluate import row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
-from trainer.data import Sample, Samples
 from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.cache import prepare_reference
 from trainer.data.prepared import Prepared
+from trainer.data.samples import Sample, Samples
 from trainer.evaluation import Evaluation
 from trainer.model.adapter import changes_base_weights
 from trainer.model.saved_adapter import scaled_adapter

@@ -190,7 +190,8 @@ def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
     assert re.match(
         rf"the run failed: the run hangs: rank 1 on {HOST} \(process \d+\) has made no progress for 0\.\d min", first
     )
-    assert re.search(r"step \d+, (phase .*|between phases), at tests/cluster/mischief/sitecustomize.py:\d+ misbehave", first), first
+    position = r"step \d+, (phase .*|between phases), at tests/cluster/mischief/sitecustomize.py:\d+ misbehave"
+    assert re.search(position, first), first
     assert re.search(r"; rank 0 waits for it in (all_reduce|allreduce|reduce)", first), first
     assert "in train_step" in err, "its stack"
 

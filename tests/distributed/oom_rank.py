@@ -17,7 +17,7 @@ import torch
 
 import trainer.tasks.language
 import trainer.train
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.patches.loss_head import TokenLoss
 
 

@@ -197,7 +197,8 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
 
     from trainer.config import SourceSection
     from trainer.config.data_sections import DatasetSection
-    from trainer.data import evaluation_batches, prepare_data
+    from trainer.data.batches import evaluation_batches
+    from trainer.data.cache import prepare_data
 
     case = matrix["lora-3-reentrant"]
     root: Path = case.folder.parent

@@ -16,7 +16,7 @@ import torch
 
 from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards

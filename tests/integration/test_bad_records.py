@@ -11,7 +11,7 @@ from tests.restarting import adapter, losses, records, train
 from tests.runs_in_process import make_ground, train_alone
 from tests.tiny import write_run
 from trainer.config import UserError
-from trainer.data import StreamBatches
+from trainer.data.batches import StreamBatches
 
 BAD = json.dumps({"messages": [{"role": "moderator", "content": "x"}]})
 STREAM = {"streaming": True, "shuffle": False}

@@ -15,9 +15,8 @@ from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained,
 from trainer.commands import evaluate
 from trainer.commands.evaluate import bootstrap, held_out_samples, row_losses
 from trainer.config import UserError
-from trainer.data import Sample
 from trainer.data.batches import collate
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, split_documents
 from trainer.patches.loss_head import TokenLoss
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.runs_in_process import make_ground, train
 from trainer.config import UserError, load_config
 from trainer.config.evaluation_section import EvaluationSection
-from trainer.data import Sample
+from trainer.data.samples import Sample
 from trainer.monitor.metrics import read_metrics
 from trainer.setup.preflight import prepare
 from trainer.tasks.answer_metrics import AnswerMetrics, _find_questions, build_metric, find_tool_calls

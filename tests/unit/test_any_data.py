@@ -19,9 +19,10 @@ from tests.any_input import HARM, damage, or_refused, tries
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, SourceSection
 from trainer.config.model_sections import ModelSection
-from trainer.data import PreparedData, Samples, prepare_data
+from trainer.data.cache import PreparedData, prepare_data
 from trainer.data.formats import find_shape
 from trainer.data.records import Text, Turns, read_record
+from trainer.data.samples import Samples
 from trainer.model.base import load_tokenizer
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "human": "user", "gpt": "assistant"}

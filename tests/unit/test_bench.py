@@ -28,7 +28,8 @@ from benchmarks.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD,
 from benchmarks.bench.unsloth import draw_weights, write_sparse_checkpoint
 from tests.mixtures import make_mixture
 from trainer.config import load_config
-from trainer.data import Samples, prepare_data
+from trainer.data.cache import prepare_data
+from trainer.data.samples import Samples
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
 

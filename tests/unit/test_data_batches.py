@@ -12,10 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
-from trainer.data import Batches, MicroBatch, Sample, Samples, SampleStream, StreamBatches, evaluation_batches
-from trainer.data.batches import IGNORED, collate, merge_batches
+from trainer.data.batches import IGNORED, Batches, MicroBatch, StreamBatches, collate, evaluation_batches, merge_batches
 from trainer.data.grouping import best_fit
-from trainer.data.samples import join_samples
+from trainer.data.samples import Sample, Samples, SampleStream, join_samples
 from trainer.data.step_count import steps_per_epoch
 
 PAD = 0

@@ -17,10 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.chaos.disks import FileServer
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
 from trainer.data.built_folder import digest_json, load_or_build
+from trainer.data.cache import PreparedData, prepare_data
 from trainer.data.documents import DocumentEncoder
+from trainer.data.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
-from trainer.data import DataStats
+from trainer.data.grouping import DataStats
 from trainer.setup.shown_data import find_mask_warnings
 
 CONFIG = """

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data import PreparedData, Sample, Samples, SampleStream, prepare_data
 from trainer.data import cache as prepare_module
+from trainer.data.cache import PreparedData, prepare_data
+from trainer.data.samples import Sample, Samples, SampleStream
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 

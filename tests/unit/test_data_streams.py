@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
+from trainer.data.batches import MicroBatch, StreamBatches
+from trainer.data.cache import prepare_data
 from trainer.data.documents import DocumentEncoder
+from trainer.data.samples import SampleStream
 
 RECORDS = 1300
 

@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.unit.test_data_chat import THINKING
 from trainer.config import DatasetSection, UserError
-from trainer.data import DataStats, Samples, prepare_data
+from trainer.data.cache import prepare_data
+from trainer.data.grouping import DataStats
+from trainer.data.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes

@@ -196,7 +196,8 @@ def test_axolotls_defaults_are_written_out() -> None:
 def test_imported_prompts_are_what_is_trained_on(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trainer.data import Samples, prepare_data
+    from trainer.data.cache import prepare_data
+    from trainer.data.samples import Samples
 
     make_tokenizer(folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -245,7 +245,8 @@ def test_a_missing_file_of_accelerate_needs_a_stage_in_its_name() -> None:
 def test_system_prompts_in_a_column_are_used(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trainer.data import Samples, prepare_data
+    from trainer.data.cache import prepare_data
+    from trainer.data.samples import Samples
 
     make_tokenizer(folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -12,8 +12,7 @@ from tests.plain_peft import with_adapter
 from tests.preferences import log_p, read_metric, write_answers, write_pairs
 from tests.runs_in_process import make_ground, train
 from trainer.config import RunConfig, UserError, load_config
-from trainer.data import Samples
-from trainer.data.samples import split_documents
+from trainer.data.samples import Samples, split_documents
 from trainer.model.base import load_base_model
 from trainer.monitor.report.recorded import read_examples
 from trainer.parallel.engine.optimizer import build_schedule

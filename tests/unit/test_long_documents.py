@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import DatasetSection
-from trainer.data import prepare_data
-from trainer.data.cache import PreparedData
+from trainer.data.cache import PreparedData, prepare_data
 from trainer.model.random_weights import build_byte_tokenizer
 
 

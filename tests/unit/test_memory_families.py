@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.memory.activations import FP32, Activations, Work
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 from trainer.config import OPTIMIZERS, LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.memory.activations import Activations, Work, add_layers, loss_head_bytes
 from trainer.memory.bytes import (
     GIB,

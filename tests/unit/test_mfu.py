@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.config import LoraSection, ModelSection
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.model.adapter import apply_adapter, build_lora_config
 from trainer.model.base import empty_model, load_model_config
 from trainer.monitor.hooks import FinishedStep

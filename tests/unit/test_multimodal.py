@@ -12,7 +12,7 @@ from tests.plain_peft import plain_losses
 from tests.saved_adapters import save_adapter
 from tests.tiny import write_chats
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.data import Samples
+from trainer.data.samples import Samples
 from trainer.memory.planner import Planner
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers

@@ -27,8 +27,7 @@ from tests.preferences import (
 from tests.runs_in_process import train
 from trainer.commands import evaluate
 from trainer.config import UserError, load_config
-from trainer.data import Sample, Samples
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.base import load_base_model
 from trainer.setup.preflight import prepare
 

@@ -21,9 +21,8 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError, load_config
-from trainer.data import Sample, Samples
 from trainer.data.batches import PairBatch, collate
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.random_weights import draw_score
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from trainer.config import AUTO, RunConfig, UserError
-from trainer.data import Batches, Samples
+from trainer.data.batches import Batches
+from trainer.data.samples import Samples
 from trainer.data.step_count import (
     count_steps,
     resolve_eval_and_save_steps,

@@ -28,7 +28,7 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.object_store import upload_run
 from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import sync
-from trainer.data import StreamBatches
+from trainer.data.batches import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
 from trainer.parallel.engine.optimizer import averaged_weights, has_positive_rate, restore_schedule

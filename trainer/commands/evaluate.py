@@ -38,10 +38,9 @@ from trainer.config.command_line import positive_int
 from trainer.config.errors import shown
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
-from trainer.data import Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.prepared import Prepared
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, Samples, split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
 from trainer.model.base import context_length, load_model_config

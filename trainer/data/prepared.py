@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data import Samples, SampleStream, StreamBatches
+from trainer.data.batches import StreamBatches
 from trainer.data.prompt_files import Prompt
+from trainer.data.samples import Samples, SampleStream
 from trainer.data.vision import ImageReader
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer.config.yaml_core import read_yaml
-from trainer.data import MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.model.expert_layers import (
     DOWN,
     ExpertFactor,

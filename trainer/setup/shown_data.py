@@ -13,10 +13,12 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import printable
 from trainer.config.types import AUTO
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data import Batches, DataStats, PreparedData, Sample, Samples
+from trainer.data.batches import Batches
+from trainer.data.cache import PreparedData
+from trainer.data.grouping import DataStats
 from trainer.data.image_parts import decode_image, read_stored
 from trainer.data.records import PLAIN_TEXT
-from trainer.data.samples import decode_parts, split_documents
+from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
 from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
 from trainer.setup.text_run import read_data

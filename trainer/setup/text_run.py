@@ -8,11 +8,12 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.config.needs import find_other_task_settings
-from trainer.data import DataStats, PreparedData, Samples, prepare_data
-from trainer.data.cache import prepare_reference
+from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import find_chat_template
+from trainer.data.grouping import DataStats
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import sample_prompts
+from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import check_added_tokens, list_bias_warnings

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
-from trainer.data import Sample
-from trainer.data.samples import split_documents
+from trainer.data.samples import Sample, split_documents
 from trainer.model.answers import answer_prompts
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main

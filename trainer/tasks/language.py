@@ -14,11 +14,12 @@ from rich.markup import escape
 
 from ops.head import LossKind
 from trainer.config import RunConfig, UserError
-from trainer.data import Batches, DataStats, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
+from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
+from trainer.data.grouping import DataStats
 from trainer.data.image_parts import thumbnail
 from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
-from trainer.data.samples import decode_parts, split_documents
+from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, encode_prompt, needs_synced_passes
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary

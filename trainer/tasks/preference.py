@@ -21,9 +21,10 @@ from torch import nn
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import RunConfig, UserError
 from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
-from trainer.data import DataStats, Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.data.grouping import DataStats
 from trainer.data.pairs import DESIRABLE, SIDES
+from trainer.data.samples import Sample, Samples
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks

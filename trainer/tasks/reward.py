@@ -9,8 +9,8 @@ from torch.nn.functional import logsigmoid, pad
 
 from trainer.config import RunConfig, UserError
 from trainer.config.task_sections import RewardSection
-from trainer.data import DataStats
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.data.grouping import DataStats
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
