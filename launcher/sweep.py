@@ -81,7 +81,7 @@ def sweep(
         one = next((f"{text} is one value, a list" for text in fixed if "," in text), "no values to try")
         raise UserError(f"zerolora sweep: {one}; write several, such as training.learning_rate=1e-4,2e-4")
     if table:
-        exec_module("trainer.commands.sweep_table", [str(folder)])
+        exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     if submit_options and not slurm:
         raise UserError(
             f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
@@ -101,7 +101,7 @@ def sweep(
             typer.echo(shlex.join(["zerolora", *command(config, run, gpus_per_run)[3:]]))
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
-    exec_module("trainer.commands.sweep_table", [str(folder)])
+    exec_module("trainer.monitor.report.sweep_table", [str(folder)])
 
 
 def _submit_array(
@@ -114,7 +114,7 @@ def _submit_array(
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
         options += ["--array", ",".join(tasks)]
     if not tasks and not dry_run:
-        exec_module("trainer.commands.sweep_table", [str(folder)])
+        exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     arguments = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
     if dry_run:
         if tasks:

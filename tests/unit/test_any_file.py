@@ -31,7 +31,6 @@ from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
 from trainer.checkpoint.output_folder import check_early
-from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
@@ -40,6 +39,7 @@ from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.sample_images import find_sample_images
+from trainer.monitor.report.sweep_table import read_outcomes
 from trainer.monitor.report.write import write_report
 from trainer.tasks.language import LanguageTask
 
@@ -277,7 +277,7 @@ def test_names_and_errors_are_printable(place: Path) -> None:
     record = {"runs": [{"folder": f"run/{ESCAPES}", "digest": "", "exit_code": 1, "settings": []}]}
     from rich.console import Console
 
-    from trainer.commands.sweep_table import show
+    from trainer.monitor.report.sweep_table import show
 
     with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
         console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)

@@ -12,11 +12,11 @@ import pytest
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
 from launcher.sweep import Run, plan_runs, record_runs, split_axes, split_gpus, train_runs
-from trainer.commands.sweep_table import main as show_table
-from trainer.commands.sweep_table import read_outcomes
 from trainer.config import UserError
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 from trainer.contract.json_records import read_sweep
+from trainer.monitor.report.sweep_table import main as show_table
+from trainer.monitor.report.sweep_table import read_outcomes
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,
@@ -202,7 +202,7 @@ class TableShown(Exception):
 
 
 def table_instead(module: str, arguments: list[str]) -> None:
-    assert module == "trainer.commands.sweep_table" and arguments == [str(Path("runs/s").absolute())]
+    assert module == "trainer.monitor.report.sweep_table" and arguments == [str(Path("runs/s").absolute())]
     raise TableShown
 
 

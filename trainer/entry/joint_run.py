@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.commands.sweep_table import PAGE, read_outcomes, show, write_page
 from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
@@ -31,6 +30,7 @@ from trainer.memory.preflight import plan_memory
 from trainer.monitor.console import Output
 from trainer.monitor.display import Display
 from trainer.monitor.hooks import FinishedStep, FirstGradients, Hook, StartReport
+from trainer.monitor.report.sweep_table import PAGE, read_outcomes, show, write_page
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.engine.flat_adapter import find_flat_adapter

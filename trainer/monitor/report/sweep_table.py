@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
@@ -85,7 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
-    quiet_libraries()
     runs = read_outcomes(arguments.folder)
     show(Console(soft_wrap=True), runs)
     if any(run.loss is not None for run in runs):
