@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.data.batches import Batches
@@ -15,7 +16,9 @@ from trainer.data.step_count import (
     step_warnings,
     steps_line,
     steps_per_epoch,
+    warmup_steps,
 )
+from trainer.parallel.engine.optimizer import build_schedule
 
 
 def config_of(dataset: dict[str, Any] | None = None, **training: Any) -> RunConfig:
@@ -153,3 +156,15 @@ def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
     assert step_warnings(config_of(epochs=30, warmup_steps=100), 7, 1) == []
     constant = config_of(epochs=30, lr_scheduler="constant", warmup_steps=1000)
     assert step_warnings(constant, 7, 1) == [], "a constant rate has no warm-up"
+
+
+@pytest.mark.parametrize(("ratio", "total", "warmup"), [(0.03, 1, 0), (0.9, 1, 0), (0.99, 5, 4), (0.1, 5, 1)])
+def test_the_last_step_is_never_part_of_the_warm_up(ratio: float, total: int, warmup: int) -> None:
+    training = config_of(max_steps=total, warmup_ratio=ratio).training
+    assert warmup_steps(training, total) == warmup
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    schedule = build_schedule(optimizer, training, total)
+    for _ in range(warmup):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == training.learning_rate
