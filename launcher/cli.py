@@ -1,6 +1,6 @@
 """Entry point of `zerolora`: handle signals, import paths and closed pipes, then run launcher/commands.py.
 
-The working directory is kept out of sys.path, because its trainer.py or ops/ would shadow our packages.
+The working directory is kept out of sys.path, because a trainer.py or ops/ there would shadow our packages.
 """
 
 import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
@@ -45,7 +45,7 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if another distribution shadows one of our packages, else None, without importing any."""
+    """Return an error message if one of our packages is shadowed, otherwise None. Imports none of them."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m launcher.module MODULE ARGUMENTS`, which gets its signals and terminal."""
+    """Replace this process with `python -m launcher.module MODULE ARGUMENTS`, which keeps its PID and terminal."""
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # imports of torch take seconds

@@ -33,7 +33,7 @@ from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, s
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
 from launcher.targets.hostfile import SSH, find_unreachable
-from launcher.targets.local import Command, exported_variables, write_environment
+from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
@@ -75,12 +75,12 @@ def doctor(
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
-    show(checks, as_json=as_json)
+    print_checks(checks, as_json=as_json)
     raise typer.Exit(1 if any(check.state == "FAIL" for check in checks) else 0)
 
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
-    """Check this host, the other hosts and the connections to them, and all ranks together, as far as possible."""
+    """Check this host, the other hosts, and the ranks' connections; leave out checks that cannot run."""
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
@@ -88,7 +88,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
-        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "see the checks above")]
+        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "fix the problems above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +134,7 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if output is None:
-        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], {}
+        return [Check("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")], {}
     return [Check(**check) for check in output["checks"]], output["need"]
 
 
@@ -174,7 +174,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
-def show(checks: Iterable[Check], *, as_json: bool) -> None:
+def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
     """Print the table, or one JSON object with `checks` and the `counts` of each state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLORS}
@@ -217,7 +217,7 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
 
 def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on these hosts, and return the checks of all but this one."""
-    variables = exported_variables(os.environ)
+    variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
     return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
@@ -237,9 +237,9 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     checks: list[Check] = []
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
-        problem = f"fails there: {output.splitlines()[-1][:300]}"
+        problem = f"the checks on this host failed: {output.splitlines()[-1][:300]}"
         checks += parse_answer(result.stdout, host) or [
-            Check("doctor", "FAIL", problem, "run `zerolora doctor` there", host)
+            Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
     return [check for check in checks if check.host != host_name()]
 

@@ -28,7 +28,7 @@ GIB = 2**30
 SMI_TIMEOUT_S = 60.0
 # Oldest compute capability that torch's builds and the operators support.
 MIN_CAPABILITY = (7, 0)
-# Memory for a 1B model in 4 bits: 8 decimal GB, as GPUs are sold.
+# A 1B model in 4 bits needs a GPU that is sold with 8 GB, which are decimal.
 MIN_GPU_MIB = 8e9 / 2**20
 # For Granite 4.0 H and Falcon H1; unless both are installed, transformers computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
@@ -62,7 +62,7 @@ def check_bytecode() -> Check:
     if missing := find_missing_bytecode():
         found = f"missing for {', '.join(missing)}: the first start on this machine compiles 3,000 modules"
         return Check(
-            "bytecode", "WARN", found, "python -m compileall -q -j 0 on site-packages, as the user who installed them"
+            "bytecode", "WARN", found, "run `python -m compileall -q -j 0` on site-packages, as the user who owns it"
         )
     return Check("bytecode", "OK", "compiled")
 
@@ -87,13 +87,13 @@ def check_driver() -> Iterator[Check]:
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
     if shutil.which("nvidia-smi") is None:
-        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install its driver")
+        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install the NVIDIA driver")
         return
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     fix = "the driver and its kernel module must have the same version: reinstall the driver, and restart the host"
     try:
-        listing = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
-        shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _nvidia_smi().stdout)
+        listing = _run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
+        shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _run_nvidia_smi().stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Check("driver", "FAIL", f"nvidia-smi does not answer ({error})", fix)
         return
@@ -108,7 +108,7 @@ def check_driver() -> Iterator[Check]:
             yield Check(f"GPU {number}", "WARN", f"{reason}: {found}", fix)
         else:
             yield Check(f"GPU {number}", "OK", found)
-    if (built := _torch_cuda_version()) is None:
+    if (built := _read_torch_cuda_version()) is None:
         fix = "install a CUDA build of torch (pytorch.org/get-started)"
         yield Check("CUDA", "FAIL", "this torch was built without CUDA", fix)
     elif shown is not None and int(shown.group(1)) < int(built.partition(".")[0]):
@@ -126,7 +126,7 @@ def _find_gpu_limitation(total: str, capability: str) -> str:
     return ""
 
 
-def _torch_cuda_version() -> str | None:
+def _read_torch_cuda_version() -> str | None:
     """Return the CUDA version in torch/version.py, read as text because importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     folders = found.submodule_search_locations if found else None
@@ -136,7 +136,7 @@ def _torch_cuda_version() -> str | None:
     return built.group(1) if built else None
 
 
-def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
@@ -178,15 +178,15 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     """Check host memory and /dev/shm for `ranks` ranks on this host."""
     bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    each = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
-    needed, estimated = ranks * each, "by the estimate" if need else "before any model"
+    per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
+    needed, estimated = ranks * per_rank, "by the estimate" if need else "without a model"
     found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
-    fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
+    fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)
     try:
         shared = shutil.disk_usage("/dev/shm")
     except OSError:
-        yield Check("/dev/shm", bad, "it is missing", "mount a tmpfs there")
+        yield Check("/dev/shm", bad, "missing", "mount a tmpfs at /dev/shm")
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
     found = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
@@ -209,9 +209,9 @@ def check_locks() -> Iterator[Check]:
 
 
 def check_port(port: int | None) -> Check:
-    """Check that `port` is free on this host, if one was set."""
+    """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
-        return Check("port", "OK", "a free one is chosen at the start; --master-port sets it")
+        return Check("port", "OK", "a free port is chosen at the start, unless --master-port is set")
     if reason := find_port_problem(port):
         fix = "use another --master-port, or end the process that listens there"
         return Check("port", "FAIL", f"{port} on {host_name()} is taken ({reason})", fix)

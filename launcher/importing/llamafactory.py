@@ -18,7 +18,7 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        raise UserError(f"{foreign.label}: the layout of USE_V1 is not supported; use the usual layout")
+        raise UserError(f"{foreign.label}: the layout of USE_V1=1 is not supported; use the default layout")
     t = Translation(foreign, KEYS)
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -75,9 +75,7 @@ def set_data(t: Translation) -> None:
         t.note("template", f"{template}: {common.TOKENIZER_TEMPLATE}{reasoning_note}")
     if t.get("enable_thinking") is False:
         t.put("dataset.thinking", "empty", "enable_thinking")
-        t.note(
-            "enable_thinking", "the chat template must have enable_thinking; for another, set dataset.thinking: strip"
-        )
+        t.note("enable_thinking", "if the chat template does not have enable_thinking, set dataset.thinking: strip")
     common.set_thinking(t)
 
 
@@ -87,9 +85,9 @@ def set_sources(t: Translation, names: list[str]) -> None:
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
-        t.refuse("dataset_dir", "a list of datasets on the hub; download it, and set its folder")
+        t.refuse("dataset_dir", "a list of datasets on the hub is not supported; download it and set its folder")
     elif file is None:
-        missing = f"no {folder}/dataset_info.json next to this file or above it"
+        missing = f"no {folder}/dataset_info.json in the folder of this file or a parent folder"
         t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
     else:
         info = common.read_file(t, name, str(file), {"*": Any})
@@ -104,7 +102,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
     """Return the settings of one source, which `key` names, from its entry in dataset_info.json."""
     if name not in info:
-        t.refuse(key, f"{name} is not in {file}, or empty; add it there, or correct the name")
+        t.refuse(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}
     entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
     if entry is None:
@@ -113,7 +111,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models are trained on pairs too
     kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
-        needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
+        needs = {"dpo": "has no pairs; use data with ranking: true", "kto": "has no labels; use data with kto_tag"}
         t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
     if {"images", "videos", "audios"} & columns.keys():
         t.refuse(key, f"{name}: {common.VISION}")
@@ -144,9 +142,11 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
     """Return the settings for a source's location, and the part of it to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
-        fix = "the hubs of ModelScope and Modelers are not supported; download it"
+        fix = "the hubs of ModelScope and Modelers are not supported; download the data"
         if not hubs:
-            fix = f"must have hf_hub_url or file_name{', as scripts are not run' * ('script_url' in entry)}; add one"
+            fix = (
+                f"must have hf_hub_url or file_name{', because scripts are not run' * ('script_url' in entry)}; add one"
+            )
         t.refuse(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")

@@ -21,7 +21,7 @@ NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file, and the process of this host that holds it, if any."""
+    """A lock file, and the PID of the process on this host that holds it, otherwise None."""
 
     path: Path
     holder: int | None

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.preferences import write_answers, write_pairs
 from tests.tiny import make_model, write_chats
@@ -70,7 +70,7 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
     # CPU ranks beyond the cores are refused; counted as GPUs they are not.
     on_cpu = list(range(count)) if count > CPU_RANKS else []
     gpus = on_cpu if env.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
-    command = local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
+    command = build_local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
     shared = {**env, **command.set_variables}
     deadline, failed_at = time.monotonic() + timeout_s, None
     with log.open("w") as file:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run, _run_on_hosts, show
+from launcher.doctor.command import _run, _run_on_hosts, print_checks
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -174,7 +174,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         *[Check(name, "OK", "good", host="n2") for name in ("torch", "driver")],
         Check("/dev/shm", "WARN", "0.1 GiB free", "--shm-size=8g", host="n2"),
     ]
-    show(checks, as_json=False)
+    print_checks(checks, as_json=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "OK port a free one",
@@ -185,7 +185,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         "OK n2 2 checks passed",
         "3 OK, 1 WARN, 1 FAIL",
     ]
-    show(checks, as_json=True)
+    print_checks(checks, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and report["checks"][1]["fix"] == "rm /x/[1]/lock"
 
@@ -193,7 +193,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
 def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     long = "word " * 40
     checks = [Check("torch", "OK", long, "install a CUDA build"), Check("disk", "FAIL", "x" * 300, long)]
-    show(checks, as_json=False)
+    print_checks(checks, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert sum("fix:" in line for line in lines) == 1
@@ -213,4 +213,4 @@ def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     assert [(check.host, check.name, check.state) for check in checks] == [
         ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
     ]  # fmt: skip
-    assert checks[3].found == "fails there: no route"
+    assert checks[3].found == "the checks on this host failed: no route"

@@ -246,7 +246,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: grpo\n", "theirs.yml:40: rl=grpo: online methods and process reward models are not supported"),
+        ("rl: grpo\n", "theirs.yml:40: rl=grpo: only the losses"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
@@ -307,13 +307,13 @@ def test_llama_factorys_other_kinds() -> None:
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
     assert "pictures: data with images" in refused(FACTORY.replace("pairs, talks", "pictures"))
     assert "stage=ppo: must be sft, pt" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
-    assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
+    assert "nobody is missing" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
 
 def test_llama_factorys_second_layout_is_refused() -> None:
     text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
-    assert "the layout of USE_V1 is not supported" in refused(text)
+    assert "the layout of USE_V1=1 is not supported" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:
@@ -338,7 +338,7 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
     assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
-    with pytest.raises(UserError, match=r"grpo\.py: online methods"):
+    with pytest.raises(UserError, match=r"grpo\.py: .*online methods"):
         translate_arguments("python grpo.py --model_name_or_path m --dataset_name d".split())
 
 
@@ -364,7 +364,7 @@ def test_kto_says_the_same_here() -> None:
     assert config.dataset.format == "unpaired"
     assert config.dataset.fields == {"conversations": "talk", "role": "who", "content": "says", "label": "good"}
     assert "answers: is preference data; use stage: kto" in refused(FACTORY.replace("pairs, talks", "answers"))
-    assert "pairs: has no labels (kto_tag)" in refused(factory)
+    assert "pairs: has no labels" in refused(factory)
     words = "trl kto --model_name_or_path m --dataset_name d --use_peft --undesirable_weight 0.5 --max_length 512"
     config, text = written(words.split())
     assert (dict(config.preference.loss), config.preference.undesirable_weight) == ({"kto": 1.0}, 0.5)
@@ -408,7 +408,7 @@ def test_preference_training_says_the_same_here() -> None:
     config, _ = written([*words.replace("robust", "sigmoid").split(), "--rpo_alpha", "0.7"])
     assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
     for wrong, message in (
-        ("aot", "loss_type=aot: aot: online"),
+        ("aot", "loss_type=aot: aot: only the losses"),
         ("ipo --loss_weights 1 2", "one number for each loss"),
     ):
         with pytest.raises(UserError, match=message):
@@ -423,7 +423,7 @@ def test_reward_models_are_imported() -> None:
     assert config.dataset.fields == {"instruction": "input"}
     assert "counts both answers of a pair" in " ".join(text.split())
     assert "num_labels=2: a reward model has one output" in refused(theirs.replace("num_labels: 1", "num_labels: 2"))
-    assert "process_reward_model=true: online methods and process" in refused(theirs + "process_reward_model: true\n")
+    assert "process_reward_model=true: only the losses" in refused(theirs + "process_reward_model: true\n")
     words = "trl reward --model_name_or_path m --dataset_name d --use_peft --lora_task_type SEQ_CLS --max_length 512"
     config, _ = written([*words.split(), "--center_rewards_coefficient", "0.02"])
     assert (config.task, config.reward.center, config.dataset.max_length) == ("reward", 0.02, 1024)

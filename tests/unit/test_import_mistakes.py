@@ -275,7 +275,7 @@ def test_losses_of_tokens_are_taken_over() -> None:
     assert (config.training.loss, config.training.label_smoothing) == ("label_smoothing", 0.05)
     config, text = imported(AXOLOTL + "use_eaft: true\neaft_alpha: 2\neaft_k: 40\n")
     assert (config.training.loss, config.training.eaft_alpha) == ("eaft", 2.0)
-    assert "divided by 3" in text and "eaft_k: 40: the entropy is that of the 20" in " ".join(text.split())
+    assert "divided by 3" in text and "eaft_k: 40: the entropy is computed from the 20" in " ".join(text.split())
     config, _ = written([*TRL, "--loss_type", "dft", "--neftune_noise_alpha", "5"])
     assert (config.training.loss, config.training.neftune_noise_alpha) == ("dft", 5.0)
     config, _ = written([*TRL, "--loss_type", "chunked_nll", "--label_smoothing_factor", "0"])
