@@ -74,7 +74,7 @@ class Loop:
         self._context.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
         try:
             with exclude_from_garbage_collection():
-                while self.continues:
+                while self.should_continue:
                     self._step()
                     self.after_step()
         except UserError as error:
@@ -88,7 +88,7 @@ class Loop:
         return self.position.step >= self._total_steps or self.stopped_early
 
     @property
-    def continues(self) -> bool:
+    def should_continue(self) -> bool:
         """Whether steps are left and no signal has arrived."""
         return not self.is_done and not self._stop
 
@@ -131,7 +131,7 @@ class Loop:
         """Start the clock and run the hooks before the next step is launched."""
         if self._previous is None:
             self._started = time.perf_counter()
-        PROGRESS.at_step(self.position.step + 1)
+        PROGRESS.begin_step(self.position.step + 1)
         for hook in self._hooks:
             hook.before_step(self.position.step + 1)
 

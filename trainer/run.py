@@ -162,7 +162,7 @@ class Run:
         timer.daemon = True
         timer.start()
         try:
-            model, (summary, *lines) = self.builder.model()
+            model, (summary, *lines) = self.builder.build_model()
         finally:
             timer.cancel()
         self.say.show(summary)
@@ -172,7 +172,7 @@ class Run:
 
     @phase("start engine")
     def _start_engine(self, model: Any) -> Engine:
-        engine, self.loss = self.builder.engine(model)
+        engine, self.loss = self.builder.start_engine(model)
         self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 
@@ -194,7 +194,7 @@ class Run:
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
-        bits = self.evaluation.mean_loss(batches) / math.log(2)
+        bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
         warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
@@ -203,10 +203,12 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
         is_single = find_choice(engine.module) is None
-        loss = self.builder.step_loss(self.loss, engine.module, self.say) if is_single else self.loss
+        loss = self.builder.build_step_loss(self.loss, engine.module, self.say) if is_single else self.loss
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=is_single)
+        hooks = self.builder.build_hooks(
+            engine, self.steering, position, steps, count, sample, self.say, alone=is_single
+        )
         recovery = self.memory.recovery(self.ranks.world_size)
         stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule

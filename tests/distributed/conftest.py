@@ -123,7 +123,7 @@ def launch(
         write_answers(folder / "answers.jsonl", 24, good=2)
         (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
     path = folder / f"plan-{ranks}.json"
-    path.write_text(json.dumps(_resolved(plan, folder)))
+    path.write_text(json.dumps(_resolve(plan, folder)))
     arguments = (str(folder), str(path))
     log = folder / f"launch-{ranks}.log"
     run_ranks(ranks, "tests.distributed.matrix", *arguments, env=env, log=log, timeout_s=timeout_s)
@@ -152,7 +152,7 @@ def _base(folder: Path) -> dict[str, Any]:
     }
 
 
-def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def _resolve(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Paths in the plan are relative to the session's folder."""
     resolved = []
     for case in plan:

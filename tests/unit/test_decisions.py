@@ -97,8 +97,10 @@ def test_decisions_on_a_cpu_have_reasons() -> None:
     found = decided("llama", Machine(2, False, "fp32", own_kernels=False, flash=False))
     assert (found.norms.value, found.norms.reason) == ("model", "no GPU")
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
-    assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (no GPU)")
-    assert found.line().startswith("decided: attention: sdpa (packed documents are masked: no flash attention), ")
+    assert found.cuda_graphs.value is False and found.format_summary().endswith("CUDA graphs: no (no GPU)")
+    assert found.format_summary().startswith(
+        "decided: attention: sdpa (packed documents are masked: no flash attention), "
+    )
     assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
@@ -157,7 +159,7 @@ def test_an_unexpected_head_is_reported() -> None:
 
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
-    rules = {"find_flat_obstacle", "gathers_by_layer", "find_layer_gather_obstacle", "guards_on_device"}
+    rules = {"find_flat_problem", "gathers_by_layer", "find_layer_gather_obstacle", "can_guard_on_device"}
     may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_settings.py"}
     callers = {
         path.name

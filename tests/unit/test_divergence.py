@@ -131,7 +131,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     batch = collate(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
     base = loss.compute_base_states(model, batch, CPU)
-    got = loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)
+    got = loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = torch.autograd.grad(got, list(trained.values()), allow_unused=True)
     want = by_hand(model, samples)
@@ -142,7 +142,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
         if one is not None and other is not None:
             # Differences of nearly equal logarithms in 32 bits, summed in chunks here and at once by hand.
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert not loss.divergence(model, batch, CPU, base_states=base, with_gradient=False).requires_grad
+    assert not loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=False).requires_grad
 
 
 def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
@@ -175,7 +175,7 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         if between:
             other = collate(documents(5), 0, packed=False, flat=False)
             base = loss.compute_base_states(model, other, CPU)
-            divergence = loss.divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
+            divergence = loss.compute_divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
         total.backward()
         return torch.cat([buffer.grad.flatten() for buffer in flat.buffers if buffer.grad is not None])
@@ -389,7 +389,7 @@ def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None
             with flat.build_stacks_only(), replace_forward(model, lambda: buffer.sum()):
                 total = model()
             base = loss.compute_base_states(model, batch, CPU)
-            (total + loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)).backward()
+            (total + loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=True)).backward()
             assert buffer.grad is not None
             found.append(buffer.grad.clone())
         return found

@@ -28,7 +28,7 @@ from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
 from trainer.contract.json_records import MARK, Check
-from trainer.parallel.ranks.agreement import Report, differences
+from trainer.parallel.ranks.agreement import Report, find_differences
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -161,7 +161,7 @@ def test_one_rank_has_no_link_to_be_slow() -> None:
 def test_versions_that_differ_are_named_by_host() -> None:
     """The comparison that the ranks of the doctor share with the start of a run."""
     good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
-    (line,) = differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
+    (line,) = find_differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
     assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
 
 

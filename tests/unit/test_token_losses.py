@@ -49,9 +49,9 @@ def test_losses_and_gradients_are_the_published_ones(
     weights, kind = drawn if weighted else None, LossKind(name, PARAMETERS[name])
     truth = (published(name, hidden @ head.t(), targets) * (drawn.double() if weighted else 1.0)).sum()
     (expected,) = torch.autograd.grad(3 * truth, hidden)
-    in_chunks = token_loss_sum(hidden, head, targets, kind=kind, token_weights=weights)
+    is_in_chunks = token_loss_sum(hidden, head, targets, kind=kind, token_weights=weights)
     from_logits = token_loss_sum_of_logits(hidden @ head.t(), targets, kind, weights)
-    for loss in (in_chunks, from_logits):
+    for loss in (is_in_chunks, from_logits):
         (grad,) = torch.autograd.grad(3 * loss, hidden)
         torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
         assert (grad - expected).norm() <= 1e-6 * expected.norm()
@@ -77,9 +77,9 @@ def test_a_certain_token_has_a_finite_gradient(name: str) -> None:
     kind = LossKind(name, 0.5)
     loss = token_loss_sum_of_logits(logits, torch.tensor([3, 5]), kind)
     (grad,) = torch.autograd.grad(loss, logits)
-    in_chunks = token_loss_sum(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
+    is_in_chunks = token_loss_sum(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
     assert torch.isfinite(grad).all() and torch.isfinite(loss)
-    torch.testing.assert_close(torch.autograd.grad(in_chunks, logits)[0], grad)
+    torch.testing.assert_close(torch.autograd.grad(is_in_chunks, logits)[0], grad)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_held_out_loss_is_plain(model: Any) -> None:
     batch = LAYOUTS["padded"]
     with torch.no_grad():
         found = float(TokenLoss(model, kind=LossKind("dft"))(model, batch, CPU))
-        expected = float(TokenLoss(model).by_row(model, batch, CPU).sum())
+        expected = float(TokenLoss(model).compute_by_row(model, batch, CPU).sum())
     assert found == pytest.approx(expected, rel=1e-6)
 
 

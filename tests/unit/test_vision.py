@@ -141,7 +141,7 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
     losses = {}
     for attention in ("sdpa", VARLEN):
         task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
-        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").model()
+        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
         if attention == VARLEN:
             set_varlen(model.get_base_model())
         loss = task.loss(model, fused_head=decided.fused_head.value)

@@ -31,7 +31,7 @@ from trainer.contract.whole_files import sync
 from trainer.data.batches import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.parallel.engine.optimizer import averaged_weights, has_positive_rate, restore_schedule
+from trainer.parallel.engine.optimizer import has_positive_rate, restore_schedule, use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
@@ -121,7 +121,7 @@ class CheckpointManager:
         with suppress(SaveFailed):  # the failure was reported; continue with this save
             self.settle()
         state = RankState.capture(engine, self._ranks, self._copies)
-        with phase("gather"), averaged_weights(engine):
+        with phase("gather"), use_averaged_weights(engine):
             only_trained = self._config.adapter != "none"
             weights = gather_weights(engine.module, only_trained=only_trained, copy=self._copies.copy)
         self._copies.mark_queued()

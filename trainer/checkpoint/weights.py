@@ -12,7 +12,7 @@ from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterForm, sta
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask
-from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.flat_adapter import list_trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -75,7 +75,7 @@ def gather_weights(
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     copy = copy or (lambda _, tensor: tensor.detach().to("cpu", copy=True).contiguous())
     weights: dict[str, torch.Tensor] = {}
-    for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
+    for name, parameter in list_trained_parameters(model) if only_trained else model.named_parameters():
         partitioned = [parameter] if is_partitioned(parameter) else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:

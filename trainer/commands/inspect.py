@@ -15,7 +15,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 
 @reports_errors()
@@ -35,6 +35,6 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_config(arguments.config, arguments.overrides)
     for note in loaded.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    kind_of(loaded.config).show_data(
+    find_model_kind(loaded.config).show_data(
         loaded.config, console, examples=arguments.examples, step=arguments.step, ranks=ranks
     )

@@ -214,7 +214,7 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
         if offload:
             chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
-        if largest := planner.largest_batch(_build_config(settings | chosen | no_global), request.memory):
+        if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
             chosen["training.batch_size"] = (rows, f"{largest} fit a GPU; at most the global batch per GPU")
             settings |= chosen

@@ -81,7 +81,8 @@ def estimate(
 
     `tower`: bytes that a vision tower needs before the language model runs.
     """
-    scales = resident_bytes(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
+    frozen = (weight for weight in shapes.weights if not weight.trained)
+    scales = resident_bytes(sum(scale_bytes(weight, placement) for weight in frozen), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
     has_adapter = any(weight.factor for weight in shapes.weights)
     resident = {

@@ -24,7 +24,7 @@ from trainer.model.targets import (
     resolve_targets,
 )
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
-from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
+from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.ranks.group import set_seed
@@ -237,7 +237,7 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Count trainable and all parameters; packed weights count with their unpacked size."""
     trainable = total = 0
-    trained = {id(parameter) for _, parameter in trained_parameters(model)}
+    trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
             continue  # its views, which are PEFT's parameters, are counted instead
@@ -283,7 +283,7 @@ class GradientCheck:
         """Register the hooks; pass `finite=False` for fp16, where the first loss scales may overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
-        trained = trained_parameters(model)
+        trained = list_trained_parameters(model)
         self._names = [name for name, _ in trained]
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()

@@ -42,8 +42,8 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
 
 def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
     """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
-    parameters = experts.parameters(recurse=False)
-    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in parameters)
+    weights = experts.parameters(recurse=False)
+    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in weights)
 
 
 def _describe_adapter(wrappers: list[Any]) -> str:

@@ -1,8 +1,8 @@
-"""Replace PEFT's forward by fused operators, and report the layers that keep PEFT's.
+"""Replace PEFT's forward with fused operators, and report the layers that keep PEFT's.
 
 A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. Adapters may
-be disabled, merged or switched later, so the new forward checks this at every call and calls PEFT's if it no longer
-applies. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
+be disabled, merged or switched later, so the new forward checks at every call that the adapter is active, and otherwise
+calls PEFT's. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
 """
 
 from collections import Counter
@@ -95,7 +95,7 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, Member] = {}
     for name, layer in layers.items():
-        if reason := find_fusion_obstacle(layer):
+        if reason := find_fusion_problem(layer):
             report.refused.append((name, reason))
         else:
             members[name] = Member(layer)
@@ -108,7 +108,7 @@ def group_layers(
     return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
-def find_fusion_obstacle(layer: Any) -> str | None:
+def find_fusion_problem(layer: Any) -> str | None:
     """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 
@@ -285,7 +285,7 @@ def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractCo
     import deepspeed
 
     if shards is not None:
-        return shards.gathered([member.layer for member in members])
+        return shards.gather([member.layer for member in members])
     weights = [weight for member in members for weight in member.layer.parameters() if is_partitioned(weight)]
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 

@@ -51,7 +51,7 @@ ROUNDING = 0.05
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
     """Raise UserError if logits depend on later tokens (the model is not causal); every rank must call it."""
     length = sum(LENGTHS)
-    tokens = _distant_tokens(model, length)
+    tokens = _build_distant_tokens(model, length)
     changed = tokens.clone()
     changed[-2] += 1  # the last token has no target, and may have no logits
 
@@ -60,9 +60,9 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
         batch = collate([sample], pad_token_id, packed=False, flat=False)
         return token_loss.logits(model, batch, device)[0][0][: length - 1].float()
 
-    with _evaluating(model):
+    with _evaluation_mode(model):
         change = logits(changed) - logits(tokens)
-    if _compute_rms(change[:-1]) > _tolerance(model) * _compute_rms(change[-1:]):
+    if _compute_rms(change[:-1]) > _choose_tolerance(model) * _compute_rms(change[-1:]):
         raise UserError(
             f"base_model={base_model}: in {type(find_base_model(model)).__name__} tokens attend to later tokens, so "
             "there is nothing to predict; use a causal language model"
@@ -107,7 +107,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     original = base.config._attn_implementation
     if not can_share_keys(base) or has_separate_documents(base):
         return "its layers are not attention that can be replaced"
-    prompt, chosen = _distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
+    prompt, chosen = _build_distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
 
     def logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
@@ -118,12 +118,12 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
         values, targets = token_loss.logits(model, batch, device)
         return values[targets != IGNORED]
 
-    with _evaluating(model):
+    with _evaluation_mode(model):
         alone = logits(chosen, shared=False)
         set_varlen(base)
         together = logits(chosen, shared=True)
         change = logits(other_chosen, shared=True) - together
-    first, tolerance = LENGTHS[1], _tolerance(model)
+    first, tolerance = LENGTHS[1], _choose_tolerance(model)
     rounding = tolerance if alone.dtype == torch.float32 else ROUNDING
     if _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first]):
         reason = "the answers of a pair would see each other"
@@ -143,7 +143,7 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
     """
     length = 6 * part.size
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
-    sample = Sample(_distant_tokens(model, length).tolist(), [True] * length, documents)
+    sample = Sample(_build_distant_tokens(model, length).tolist(), [True] * length, documents)
     full_batch = collate([sample], pad_token_id, packed=True, flat=True)
     part_batch = part.cut(full_batch)
     start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
@@ -152,9 +152,9 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
         values, targets = token_loss.logits(model, batch, device)
         return values[targets != IGNORED]
 
-    with _evaluating(model):
+    with _evaluation_mode(model):
         expected, actual = logits(full_batch)[start : start + part_batch.target_count], logits(part_batch)
-    tolerance = _tolerance(model) if actual.dtype == torch.float32 else ROUNDING
+    tolerance = _choose_tolerance(model) if actual.dtype == torch.float32 else ROUNDING
     differs = torch.tensor(_compute_rms(actual - expected) > tolerance * _compute_rms(expected), device=device).int()
     if sum_over_ranks(differs):
         raise UserError(
@@ -176,17 +176,17 @@ class _Probe:
         self.flat = base.config._attn_implementation in FLAT_ATTENTION
         self._loss, self._model, self._base, self._device = token_loss, model, base, device
         self._pad_token_id, self._lengths = pad_token_id, lengths
-        self._tokens = _distant_tokens(model, sum(lengths))
+        self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each one separately; return a remaining problem.
+        """Make layers that carry state across documents compute each document separately; return a remaining problem.
 
         These layers use their kernels if the kernels separate documents.
         """
         changed_first, changed_last = self._tokens.clone(), self._tokens.clone()
         changed_first[: LENGTHS[0]] += 1
         changed_last[-2] += 1
-        tolerance, first = _tolerance(self._model), LENGTHS[0] - 1
+        tolerance, first = _choose_tolerance(self._model), LENGTHS[0] - 1
         separate: dict[type, list[PerDocument]] = {}
         problem, leaks = None, True
         while leaks:
@@ -198,10 +198,10 @@ class _Probe:
             mixes_documents = _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first])
             if mixes_documents:
                 problem = "documents of a pack attend to each other"
-            kinds = observer.leaking_classes()
-            failed = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
-            for each in failed:
-                each.by_kernels = False
+            kinds = observer.find_leaking_classes()
+            failed = [forward for kind in kinds for forward in separate.get(kind, ()) if forward.by_kernels]
+            for forward in failed:
+                forward.by_kernels = False
             new = kinds - separate.keys()
             separate |= {kind: compute_per_document(self._base, kind) for kind in new}
             leaks = bool(failed or new)
@@ -216,7 +216,7 @@ class _Probe:
         first = self._lengths[0]
         together, alone = self._logits(self._tokens)[first - 1 :], self._logits(self._tokens[first:])
         has_16_bits = self._base.get_input_embeddings().weight.element_size() == 2
-        change, size = (each.square().mean(-1).median() for each in (together - alone, alone))
+        change, size = (logits.square().mean(-1).median() for logits in (together - alone, alone))
         return bool(change > (ROUNDING if has_16_bits else LEAK) ** 2 * size)
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class _Probe:
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
         batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
-        with _evaluating(self._model):
+        with _evaluation_mode(self._model):
             logits = self._loss.logits(self._model, batch, self._device)[0][0].float()
         return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]
 
@@ -279,9 +279,9 @@ class _Observer:
             if input_change <= self._tolerance and max(map(_compare_documents, old_results, results)) > limit:
                 self._leaking.add(path)
 
-    def leaking_classes(self) -> set[type]:
+    def find_leaking_classes(self) -> set[type]:
         """Return the classes of leaking layers, except attention, which gets bounds or a mask."""
-        innermost = [at for at in self._leaking if not any(other.startswith(f"{at}.") for other in self._leaking)]
+        innermost = [path for path in self._leaking if not any(other.startswith(f"{path}.") for other in self._leaking)]
         modules = [self._modules[path] for path in innermost if path not in self._inseparable]
         return {type(module) for module in modules if not hasattr(module, "is_causal")}
 
@@ -292,18 +292,18 @@ def _compare_documents(old: torch.Tensor, new: torch.Tensor) -> float:
     return _compute_rms(second) / max(_compute_rms(first), torch.finfo(torch.float32).tiny)
 
 
-def _distant_tokens(model: Any, length: int) -> torch.Tensor:
+def _build_distant_tokens(model: Any, length: int) -> torch.Tensor:
     """Return tokens that are spread evenly over the vocabulary."""
     return torch.arange(length) * (model.config.get_text_config().vocab_size // length)
 
 
-def _tolerance(model: Any) -> float:
+def _choose_tolerance(model: Any) -> float:
     has_experts = any("experts" in name for name, _ in model.named_modules())
     return LEAK_WITH_EXPERTS if has_experts else LEAK
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluation_mode(model: Any) -> Iterator[None]:
     training = model.training
     model.eval()
     with torch.compiler.set_stance("force_eager"):

@@ -106,8 +106,8 @@ class Steering:
 
         Raises UserError with the reachable range, or only warns if the run `resumes` and may have few steps left.
 
-        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's,
-        for all remaining optimizer steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
+        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's
+        rate in all remaining steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
         the learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
         """
         if self.law.controller != "pi" or self.information is None:
@@ -120,7 +120,7 @@ class Steering:
         now = scu.s_ratio(data_bpt_now, self.information.bits(now_global.item()))
         target = self.law.target
         high = scu.s_ratio(MEMORIZED_BPT, bits_high)
-        warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
+        warnings = [warning] if (warning := scu.find_gain_warning(self.law)) else []
         if not low <= target <= high:
             problem = (
                 f"scu.target={target:g}: out of reach; S is {now:.3g} now, and these learning rates keep it within "

@@ -66,7 +66,7 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
     for begin in range(0, len(reference.documents), reference.rows):
         chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
         batch = reference.batch(chosen)
-        if not token_loss.in_chunks(batch, engine.device):
+        if not token_loss.is_in_chunks(batch, engine.device):
             break
         hidden = token_loss.compute_base_states(engine, batch, engine.device)
         lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
@@ -99,7 +99,7 @@ class Divergence:
         While lambda is 0, K is measured without a gradient.
         """
         selected = self.reference.select(step)
-        sum_local = self._token_loss.divergence(
+        sum_local = self._token_loss.compute_divergence(
             self._engine,
             self.reference.batch(selected),
             self._engine.device,

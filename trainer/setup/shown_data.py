@@ -34,7 +34,7 @@ SHOWN_CHARACTERS = 100
 
 
 def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print the first samples, statistics and warnings; or a line for each document of a step, counted from 1."""
+    """Print the first samples, statistics and warnings; with `step` (from 1), only a line for each of its documents."""
     PROGRESS.show(f"reading {config.base_model} and the data")
     prepared = read_data(config)
     tokenizer, data = prepared.tokenizer, prepared.data
@@ -96,7 +96,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print a line for each of the first images, and statistics; or a line for each image of a step, counted from 1."""
+    """Print a line for each of the first images, and statistics; with `step` (from 1), a line for each image."""
     data = prepare_image_run(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
@@ -118,7 +118,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
 
 
 def find_mask_warnings(stats: DataStats) -> list[str]:
-    """Return warnings about probable mistakes in the loss masks, which train on nothing or everything."""
+    """Return warnings if the loss masks train on nothing or on everything, which is probably a mistake."""
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:

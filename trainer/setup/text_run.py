@@ -65,7 +65,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     elif files.longest is not None and original.dataset.max_length > files.longest:
         setting = f"dataset.max_length={original.dataset.max_length}"
         problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
-        notes += (f"warning: {setting}: {problem}. Set model.rope_scaling, or reduce it.",)
+        notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
     # Check these before the data is tokenized, which may take long.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
@@ -108,7 +108,7 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 
 
 def check_images(config: RunConfig, stats: DataStats) -> None:
-    """Raise UserError for settings that do not work with images yet."""
+    """Raise UserError for settings that do not work with images, or that have no effect without them."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
         pixels = ((f"dataset.{name}", getattr(config.dataset, name)) for name in ("min_pixels", "max_pixels"))
         for name, value in (*((f"vision.{name}", value) for name, value in config.vision), *pixels):
@@ -164,7 +164,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
     """Load the texts of scu.reference. Raises UserError, also for invalid settings of the SCU."""
     if not config.scu.enabled:
         return None
-    # A placeholder below 2B: parameters are counted when the weights are loaded.
+    # Parameters are counted when the weights are loaded; any number below 2B gives the same checks.
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
@@ -183,24 +183,24 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
         return build_random_config(PREFIX + shape), note
 
 
-def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
     """Build a planner for a run that has not been prepared; return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(context_length(model_config))
-    prepared, why = Prepared(None, model_config, None), ""
+    prepared, reason = Prepared(None, model_config, None), ""
     try:
-        found = read_data(config)
-        prepared = replace(found, reference=load_reference(config, found.tokenizer))
+        prepared = read_data(config)
+        prepared = replace(prepared, reference=load_reference(config, prepared.tokenizer))
     except UserError as error:
-        why = f" ({error})"
+        reason = f" ({error})"
     planner = Planner.from_run(machine, config, prepared)
-    label = "every sequence counts as" if why else "every sequence of the stream counts as"
+    label = "every sequence counts as" if reason else "every sequence of the stream counts as"
     label = "longest sequence in the data:" if planner.lengths.samples else label
     scan = ""
     if any(is_mamba_2(module) for module in planner.shapes.model.modules()):
         plain = "in plain torch; the kernels of the extra `mamba` need less memory"
         scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
-    return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{why}", scan) if line]
+    return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{reason}", scan) if line]
 
 
 def read_data(config: RunConfig) -> Prepared:

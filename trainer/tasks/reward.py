@@ -70,7 +70,7 @@ class RewardLoss(TokenLoss):
 
         transformers pools the scores to one position per row, so the selected scores are broadcast to all positions.
         """
-        inputs, _ = self._inputs(batch, device)
+        inputs, _ = self._build_inputs(batch, device)
         head = self._base.score
         rows, length = batch.input_ids.shape
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
-from trainer.parallel.ranks.agreement import Report, build_report, differences
+from trainer.parallel.ranks.agreement import Report, build_report, find_differences
 from trainer.parallel.ranks.group import (
     Ranks,
     end_process,
@@ -156,7 +156,7 @@ def _is_listed(file: Path) -> bool:
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that the code and package versions are the same on all hosts."""
-    wrong = differences(reports)
+    wrong = find_differences(reports)
     for line in wrong:
         problem, _, fix = line.rpartition("; ")
         yield Check("versions", "FAIL", problem, fix)

@@ -249,7 +249,7 @@ def _record_waits() -> Iterator[list[str]]:
             yield locations
         finally:
             torch.cuda.set_sync_debug_mode(previous_mode)
-    locations += [f"{each.filename}:{each.lineno}" for each in caught if _SYNC_WARNING in str(each.message)]
+    locations += [f"{item.filename}:{item.lineno}" for item in caught if _SYNC_WARNING in str(item.message)]
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -184,7 +184,7 @@ class FlatAdapter:
     def keep_views(self) -> Iterator[None]:
         """Restore the current views after other passes in the block; a pending backward pass may recompute with them.
 
-        If there are none, as after a replayed graph, the block's last views stay, for that pass's recomputation.
+        Without current views (after a replayed graph), the block's last views stay, because its pass may recompute.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -268,14 +268,14 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
 
 
 def find_flat_adapter(model: Any) -> FlatAdapter | None:
-    """Return the model's flat adapter, if it has one."""
+    """Return the model's flat adapter; None if it has none."""
     return getattr(model, "flat_adapter", None)
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trained parameters by PEFT's names, with the factors of a flat buffer instead of the buffer itself.
 
-    With several adapters, these are the selected one's, named as in a single-adapter run.
+    With several adapters, returns only the selected adapter's parameters, named as in a single-adapter run.
     """
     flat = find_flat_adapter(model)
     factors = {id(member.parameter) for member in flat.members} if flat else set()
@@ -291,7 +291,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
 
 
-def find_flat_obstacle(config: Any) -> str | None:
+def find_flat_problem(config: Any) -> str | None:
     """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"

@@ -36,7 +36,7 @@ class Progress:
         self._first_step_at: float | None = None
         self._start_has_ended = False
 
-    def at_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Record that optimizer step `step` begins."""
         self._first_step_at = self._first_step_at or time.monotonic()
         self.first_step = self.first_step or step
@@ -69,7 +69,7 @@ class Progress:
         self.phases = phases
         self.changed_at = time.monotonic()
 
-    def end_start(self) -> dict[str, float] | None:
+    def finish_startup(self) -> dict[str, float] | None:
         """Return the seconds from the command to the end of the first step, by part; None after the first call.
 
         Parts are the launcher's own time, the imports, the outermost phases, the first step, and the rest.

@@ -81,12 +81,12 @@ class StragglerWatch:
         """Report slow ranks; `seconds` is each rank's mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
-            slow = own > FACTOR * others and own - others > LEAST_S
-            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if slow else 0
+            is_slow = own > FACTOR * others and own - others > LEAST_S
+            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if is_slow else 0
             if self._slow_in_a_row[rank] == REPEATS:
                 self._say(
                     f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
-                    f"takes {own * 1e3:.1f} ms per step, the others' {others * 1e3:.1f}; all ranks wait for it"
+                    f"takes {own * 1e3:.1f} ms per step, the others' work {others * 1e3:.1f} ms; all ranks wait for it"
                 )
 
     def _own_seconds(self) -> float:
