@@ -11,7 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PACKAGES = ("launcher", "trainer", "ops")
 
 
-def _command() -> int:
+def _run_command() -> int:
     from launcher.commands import main
     from trainer.contract.launcher_process import LauncherWatch
 
@@ -31,7 +31,7 @@ def main() -> None:
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
-    sys.exit(run(_command, exception=Stopped))
+    sys.exit(run(_run_command, exception=Stopped))
 
 
 def exclude_working_folder() -> None:

@@ -100,7 +100,7 @@ class ExpertMatrix:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
-        return experts_plain.dense_weight(self.tensors, self.storage, shape, dtype)
+        return experts_plain.build_dense_weight(self.tensors, self.storage, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def experts_mlp(
 def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     if down is None or up is None:
         if down is not up:
-            raise ValueError("adapter of the experts: only one factor is given; pass A and B, or neither")
+            raise ValueError("expert adapter: only one factor is given; pass A and B, or neither")
         return []
     return [down, up]
 
@@ -223,12 +223,14 @@ def check(  # type: ignore[no-untyped-def]
         if not 1 <= rank <= lora.MAX_RANK:
             raise ValueError(f"r={rank}: must be 1 to {lora.MAX_RANK}")
         if {a.dtype, b.dtype} - {x.dtype, torch.float32} or a.dtype != b.dtype:
-            raise ValueError(f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: adapters need its type or float32")
+            raise ValueError(
+                f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: A and B must share one dtype, hidden's or float32"
+            )
         if a.device != x.device or b.device != x.device:
             raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
 
 
-def _h_columns(factors: Sequence[Tensor]) -> int:
+def _count_h_columns(factors: Sequence[Tensor]) -> int:
     return padded_rank(factors[0].shape[1]) if factors else 0
 
 
@@ -240,8 +242,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return (
         x.new_empty(x.shape),
         x.new_empty((N, 2 * shape[1])),
-        x.new_empty((N, _h_columns(gate_up_factors))),
-        x.new_empty((N, _h_columns(down_factors))),
+        x.new_empty((N, _count_h_columns(gate_up_factors))),
+        x.new_empty((N, _count_h_columns(down_factors))),
         x.new_empty(N, dtype=torch.int32),
         x.new_empty(shape[0], dtype=torch.int32),
     )
@@ -270,7 +272,7 @@ class _BufferViews:
         if source is not None:
             origin = source.storage_offset() * source.element_size()
             self._views = [
-                (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
+                (int(view.storage_offset() * view.element_size() - origin), view.dtype, view.shape) for view in tensors
             ]
 
     def rebuild(self, saved: Sequence[Tensor]) -> list[Tensor]:

@@ -209,7 +209,7 @@ class Run:
         hooks = self.builder.build_hooks(
             engine, self.steering, position, steps, count, sample, self.say, alone=is_single
         )
-        recovery = self.memory.recovery(self.ranks.world_size)
+        recovery = self.memory.build_recovery(self.ranks.world_size)
         stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(

@@ -219,14 +219,14 @@ def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[C
     """Run the doctor on these hosts, and return the checks of all but this one."""
     variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
+    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_build_local_doctor_command(arguments))}"
     return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
 
 
 def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on every node of an allocation, and return the checks of all but this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
-    command = _local_doctor_command(arguments)
+    command = _build_local_doctor_command(arguments)
     return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
 
 
@@ -244,7 +244,7 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     return [check for check in checks if check.host != host_name()]
 
 
-def _local_doctor_command(arguments: Sequence[str]) -> list[str]:
+def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 

@@ -124,7 +124,7 @@ def format_yaml(translation: Translation, name: str) -> str:
         names = ", ".join(sorted(dict.fromkeys(translation.no_effect)))
         lines += ["#", *_wrap_comment("# ", f"Without effect here: {names}.", "#   ")]
     lines += ["", *_format_section(translation, RunConfig, "", "")]
-    return "\n".join([f"# zerolora train {_printable(name)}", *lines]) + "\n"
+    return "\n".join([f"# zerolora train {_escape(name)}", *lines]) + "\n"
 
 
 def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
@@ -142,12 +142,12 @@ def _describe_origin(foreign: Foreign, names: tuple[str, ...]) -> str:
 
 def _wrap_comment(first: str, text: str, continuation: str) -> list[str]:
     return textwrap.wrap(
-        _printable(text), WIDTH, initial_indent=first, subsequent_indent=continuation, break_on_hyphens=False,
+        _escape(text), WIDTH, initial_indent=first, subsequent_indent=continuation, break_on_hyphens=False,
         break_long_words=False,
     )  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape characters that could end a comment, which names of files and keys may contain."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
@@ -167,5 +167,5 @@ def _format_section(translation: Translation, section: type[BaseModel], prefix: 
             first, *rest = textwrap.indent(text, indent).split("\n")[:-1]
             foreign, names = translation.foreign, setting.names
             origin = _describe_origin(foreign, names) if names else f"the default of {foreign.trainer}"
-            lines += [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
+            lines += [f"{first:<{COLUMN}}  # {_escape(origin)}", *rest]
     return lines + inner

@@ -83,7 +83,7 @@ class Command:
     def start_process(
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
-        """Start one process with the variables of a rank; None for stdout or stderr means that of this process."""
+        """Start one process with the variables of a rank; it inherits stdout and stderr if they are None."""
         env = self.environment() | dict(variables)
         return subprocess.Popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 

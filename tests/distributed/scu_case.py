@@ -85,7 +85,7 @@ def one_process(measure: str, steps: int, dora: bool) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     law = scu.Law(target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, total_updates=steps)
-    state = scu.initial(law)
+    state = scu.build_initial_state(law)
     out: dict[str, Any] = {"lambda": [], "squares": [], "data_bpt": []}
     for step in range(1, steps + 1):
         loss_sum = torch.stack([loss_sum_of(model, *batch) for row in batches(step) for batch in row]).sum()

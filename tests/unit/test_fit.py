@@ -61,7 +61,7 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     loop = Loop(controller="none")
     loop.run(1, 20)
     whole, token_loss, engine = reference(1), TokenLoss(loop.model), engine_of(loop.model)
-    batch = whole.batch(range(len(whole.documents)))
+    batch = whole.build_batch(range(len(whole.documents)))
     base_states = token_loss.compute_base_states(engine, batch, CPU)
     at_once = token_loss.compute_divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
     tokens = sum(len(document.input_ids) - 1 for document in whole.documents)

@@ -246,7 +246,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
-    work = planner.build_work(config, planner.decisions(config))
+    work = planner.build_work(config, planner.build_decisions(config))
     lengths = []
 
     def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:

@@ -61,7 +61,7 @@ class RankState:
             "format": FORMAT,
             **position,
             "optimizer_steps": EngineState(engine).count_steps_taken(),
-            "averages": EngineState(engine).averages(),
+            "averages": EngineState(engine).read_averages(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
             "loss_scale": _read_loss_scale(engine),

@@ -79,7 +79,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "fits": estimate.needed <= memory,
         "recommended": None if best is None else _recommend(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
-        "decisions": planner.decisions(resolved).to_json(),
+        "decisions": planner.build_decisions(resolved).to_json(),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -102,7 +102,7 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
         "stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer,
         "offload_parameters": zero.offload_parameters,
-        "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
+        "gather": planner.build_decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
     if choice.estimate is None:
         return row | {"refused": choice.refusal}

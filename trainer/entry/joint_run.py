@@ -219,7 +219,7 @@ class JointRun:
         first = active[0].run
         for member in active:
             member.run.loop.before_step()
-        recovery = first.memory.recovery(self._ranks.world_size)
+        recovery = first.memory.build_recovery(self._ranks.world_size)
         step = first.position.step + 1
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
         for hook in hooks:

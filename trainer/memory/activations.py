@@ -68,7 +68,7 @@ class Activations:
         return Activations(*(size * rows for size in astuple(self)))
 
 
-def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
+def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
     """Return the bytes of one vision tower layer for `image_tokens`, and the bytes that training keeps.
 
     A layer is counted as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.

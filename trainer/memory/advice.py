@@ -63,7 +63,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
         candidates.append({"zero.stage": 3})
     if config.zero.stage == 3 and config.zero.gather == "module":
         candidates.append({"zero.gather": "auto"})
-    if planner.decisions(config).shard_group.reason:
+    if planner.build_decisions(config).shard_group.reason:
         candidates.append({"zero.shard_within": "all"})
     if config.adapter == "lora":
         candidates.append({"adapter": "qlora"})

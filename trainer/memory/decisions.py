@@ -80,7 +80,7 @@ class Decisions:
     siblings: Decision[bool]
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decision[str]
-    """Results that the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    """Results that the backward pass recomputes: `none`, `activations` (of SwiGLU), or `norms` (both)."""
     attention_again: Decision[bool]
     """Whether recomputed layers also recompute attention."""
     mlp_tile: Decision[int]

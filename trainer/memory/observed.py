@@ -56,7 +56,7 @@ class Kernels:
     """Whether our operators compute norms, SwiGLU and rotary embedding where possible."""
     frozen_norms: bool
     recomputed: str
-    """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
+    """What our kernels recompute in the backward pass: `none`, `activations` (of SwiGLU), or `norms` (both)."""
     fused: bool
     """Whether our operator computes adapted layers."""
     separate: bool

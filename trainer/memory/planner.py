@@ -13,7 +13,7 @@ from trainer.config.checks import check_combinations
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Activations, Work, add_layers, tower_activations
+from trainer.memory.activations import Activations, Work, add_layers, estimate_tower_activations
 from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
@@ -116,11 +116,11 @@ class Planner:
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
-        decided = self.decisions(config)
-        work, placement = self.build_work(config, decided), self._placement(config, decided)
+        decided = self.build_decisions(config)
+        work, placement = self.build_work(config, decided), self._build_placement(config, decided)
         activations = self.estimate_activations(work)
         images = self.lengths.images * work.rows * (not config.vision.cache)
-        tower, kept = tower_activations(self.shapes.model, images, work)
+        tower, kept = estimate_tower_activations(self.shapes.model, images, work)
         activations = replace(activations, kept=activations.kept + kept * (config.vision.train == "lora"))
         return estimate(self.shapes, work, placement, activations, tower)
 
@@ -129,8 +129,8 @@ class Planner:
 
         Weights are gathered in the forward and in the backward pass of each micro-step. Gradients are summed in a ring.
         """
-        decided, machine = self.decisions(config), self.machine
-        placement = self._placement(config, decided)
+        decided, machine = self.build_decisions(config), self.machine
+        placement = self._build_placement(config, decided)
         hosts = machine.hosts or ("",) * machine.world_size
         within = config.zero.shard_within if decided.gather.value == "layer" else "all"
         group = list_groups(within, hosts)[0]
@@ -252,15 +252,15 @@ class Planner:
             raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].refusal}")
         return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
-    def decisions(self, config: RunConfig) -> Decisions:
+    def build_decisions(self, config: RunConfig) -> Decisions:
         return self.decide(config, self.machine, self.shapes.properties)
 
     def build_work(self, config: RunConfig, decided: Decisions) -> Work:
         training = config.training
-        kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
+        kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_room
         if room is not None:
-            room = max(0, room - offloaded_bytes(self.shapes, self._placement(config, decided)))
+            room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
         reference = _count_reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
@@ -275,7 +275,7 @@ class Planner:
             host_room=room,
         )
 
-    def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
+    def _build_kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
@@ -306,13 +306,15 @@ class Planner:
         plain = replace(work.kernels, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
-            for observed in (self._layers(kernels, work.rows) for kernels in (work.kernels, plain))
+            for observed in (self._estimate_layers(kernels, work.rows) for kernels in (work.kernels, plain))
         )
         return add_layers(layers, plain_layers, work.larger_pass / work.rows, work)
 
-    def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
+    def _estimate_layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            single, double = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
+            single, double = (
+                self._estimate_layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT)
+            )
             return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
         linear_from = count_rows_to_observe(self.shapes, kernels)
         if rows <= linear_from:
@@ -324,7 +326,7 @@ class Planner:
     def _observe(self) -> Callable[[Kernels, int], dict[int, Layer]]:
         return cache(partial(observe_layers, self.shapes))
 
-    def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
+    def _build_placement(self, config: RunConfig, decided: Decisions) -> Placement:
         return Placement(
             config.zero,
             config.training,

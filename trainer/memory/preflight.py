@@ -34,7 +34,7 @@ class MemoryPlan:
     planner: type[Planner]
     notes: tuple[str, ...] = ()
 
-    def recovery(self, world_size: int) -> Recovery:
+    def build_recovery(self, world_size: int) -> Recovery:
         """Return the handler of out-of-memory errors in the run's steps."""
         return Recovery(self.config, world_size, self.planner)
 
@@ -124,7 +124,7 @@ def plan_for_machine(
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, estimate, planner.decisions(resolved), kind, tuple(notes))
+    return MemoryPlan(resolved, estimate, planner.build_decisions(resolved), kind, tuple(notes))
 
 
 def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
@@ -143,7 +143,7 @@ def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     """Return a warning if host memory has no room for all offloaded activations, otherwise an empty string."""
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
-    work = planner.build_work(resolved, planner.decisions(resolved))
+    work = planner.build_work(resolved, planner.build_decisions(resolved))
     needed = planner.estimate_activations(replace(work, host_room=None)).on_host
     fitting = planner.estimate_activations(work).on_host
     if fitting == needed:

@@ -74,7 +74,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError for
     configurations without a predictable speed.
     """
-    decided, training, machine = planner.decisions(config), config.training, planner.machine
+    decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
         reason = "the speed of gathers by module and of offloading is not predicted"

@@ -35,7 +35,11 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
                 # The model's own code would keep views of the gathered weights until the backward pass.
                 replace(experts, "forward", partial(forward_frozen, experts, experts.forward))
             continue
-        method = "by the operator" if is_supported else "in plain torch, as the operator lacks their activation"
+        method = (
+            "by the operator"
+            if is_supported
+            else "in plain torch, because the operator does not support their activation"
+        )
         counts[adapter, method] += 1
     return [f"experts: {count} layers {adapter}, {method}" for (adapter, method), count in counts.items()]
 

@@ -314,7 +314,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
         pairs = [("output", *pair) for pair in zip(outputs, expected, strict=True)]
         pairs += [("gradient", *pair) for pair in zip(our_grads, expected_grads, strict=True)]
         for quantity, actual, reference in pairs:
-            error = _relative_error(actual.detach(), reference.detach(), repeat)
+            error = _compute_relative_error(actual.detach(), reference.detach(), repeat)
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
@@ -323,7 +323,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
                 )
 
 
-def _relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
+def _compute_relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
     """Return the RMS error of a repeated batch, relative to the RMS of `expected`."""
     if actual.shape == expected.shape:  # the gradient of a factor, which sums over the repetitions
         expected = repeat * expected

@@ -112,7 +112,7 @@ class GraphedLoss:
         if capture is None:
             return self._loss(model, batch, device)
         shape, inputs, captured = capture
-        inputs.fill(*self._inputs_on_host(batch, shape))
+        inputs.fill(*self._build_host_inputs(batch, shape))
         self._replayed += 1
         # Call the engine's forward, because its hooks on the model's outputs prepare the backward pass.
         with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
@@ -140,7 +140,7 @@ class GraphedLoss:
             release_workspaces()
             torch.cuda.empty_cache()
 
-    def _inputs_on_host(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
+    def _build_host_inputs(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -180,7 +180,7 @@ class GraphedLoss:
         try:
             if self._capturer is None:
                 self._capturer = GraphCapturer(self._flat)
-            inputs = StaticInputs(*self._inputs_on_host(batch, shape), device)
+            inputs = StaticInputs(*self._build_host_inputs(batch, shape), device)
             captured = self._capturer.capture(
                 lambda: self._loss.compute_from_inputs(self._module, *inputs.read()),
                 must_be_faster=self._mode == "auto",

@@ -16,11 +16,11 @@ from ops.head import (
     MEASURES,
     NLL,
     LossKind,
-    divergence_sum,
     measure_logits,
     measure_tokens,
-    token_loss_sum,
-    token_loss_sum_of_logits,
+    sum_divergences,
+    sum_token_losses,
+    sum_token_losses_from_logits,
 )
 from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
@@ -179,12 +179,12 @@ class TokenLoss:
             weight, head = self._read_head()
 
             def loss(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-                return token_loss_sum(rows, weight, ids, **head, kind=kind, token_weights=token_weights)
+                return sum_token_losses(rows, weight, ids, **head, kind=kind, token_weights=token_weights)
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
         def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-            return token_loss_sum_of_logits(rows, ids, kind, token_weights)
+            return sum_token_losses_from_logits(rows, ids, kind, token_weights)
 
         if self._head is None:
             return sum_parts(select(call(inputs).logits), loss_of_logits)
@@ -254,7 +254,7 @@ class TokenLoss:
             def compare(hidden: torch.Tensor) -> torch.Tensor:
                 weight, arguments = self._read_head()
                 states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
-                return divergence_sum(states, base_states.to(weight.dtype), weight, **arguments).view(1, 1, 1)
+                return sum_divergences(states, base_states.to(weight.dtype), weight, **arguments).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
@@ -307,7 +307,7 @@ class TokenLoss:
 
     def compute_by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the loss sum of each row of the batch, nats, fp64 [B]."""
-        logits, targets = self.logits(model, batch, device)
+        logits, targets = self.compute_logits(model, batch, device)
         # One row at a time, as fp32 logits of the whole batch would double the peak memory.
         rows = [
             F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
@@ -315,7 +315,7 @@ class TokenLoss:
         ]
         return torch.stack(rows).double()
 
-    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [B, K, V] and targets [B, K] on the device."""
         inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)

@@ -167,7 +167,7 @@ class _CommonGroup(Group):
 
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
-        zeros = [_zero_factors(member) for member in members]
+        zeros = [_build_zero_factors(member) for member in members]
         x_frozen, pending = enter(x)
         frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
@@ -192,7 +192,7 @@ class _CommonGroup(Group):
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
-def _zero_factors(member: Member) -> tuple[Tensor, Tensor]:
+def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
     inputs, outputs, kind = member.down.shape[1], member.up.shape[0], (member.down.dtype, member.down.device)
     return _build_zeros(ZERO_FACTOR_RANK, inputs, *kind), _build_zeros(outputs, ZERO_FACTOR_RANK, *kind)
 

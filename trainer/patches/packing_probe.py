@@ -55,13 +55,13 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
     changed = tokens.clone()
     changed[-2] += 1  # the last token has no target, and may have no logits
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def compute_logits(ids: torch.Tensor) -> torch.Tensor:
         sample = Sample(ids.tolist(), [True] * length, [length])
         batch = collate([sample], pad_token_id, packed=False, flat=False)
-        return token_loss.logits(model, batch, device)[0][0][: length - 1].float()
+        return token_loss.compute_logits(model, batch, device)[0][0][: length - 1].float()
 
     with _evaluation_mode(model):
-        change = logits(changed) - logits(tokens)
+        change = compute_logits(changed) - compute_logits(tokens)
     if _compute_rms(change[:-1]) > _choose_tolerance(model) * _compute_rms(change[-1:]):
         raise UserError(
             f"base_model={base_model}: in {type(find_base_model(model)).__name__} tokens attend to later tokens, so "
@@ -110,19 +110,19 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     prompt, chosen = _build_distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
 
-    def logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
+    def compute_logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
         """Return the logits of the chosen and then the rejected answer."""
         ids = torch.cat([prompt, chosen, prompt, rejected]).tolist()
         sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
         batch = collate([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
-        values, targets = token_loss.logits(model, batch, device)
+        values, targets = token_loss.compute_logits(model, batch, device)
         return values[targets != IGNORED]
 
     with _evaluation_mode(model):
-        alone = logits(chosen, shared=False)
+        alone = compute_logits(chosen, shared=False)
         set_varlen(base)
-        together = logits(chosen, shared=True)
-        change = logits(other_chosen, shared=True) - together
+        together = compute_logits(chosen, shared=True)
+        change = compute_logits(other_chosen, shared=True) - together
     first, tolerance = LENGTHS[1], _choose_tolerance(model)
     rounding = tolerance if alone.dtype == torch.float32 else ROUNDING
     if _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first]):
@@ -148,12 +148,15 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
     part_batch = part.cut(full_batch)
     start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
 
-    def logits(batch: MicroBatch) -> torch.Tensor:
-        values, targets = token_loss.logits(model, batch, device)
+    def compute_logits(batch: MicroBatch) -> torch.Tensor:
+        values, targets = token_loss.compute_logits(model, batch, device)
         return values[targets != IGNORED]
 
     with _evaluation_mode(model):
-        expected, actual = logits(full_batch)[start : start + part_batch.target_count], logits(part_batch)
+        expected, actual = (
+            compute_logits(full_batch)[start : start + part_batch.target_count],
+            compute_logits(part_batch),
+        )
     tolerance = _choose_tolerance(model) if actual.dtype == torch.float32 else ROUNDING
     differs = torch.tensor(_compute_rms(actual - expected) > tolerance * _compute_rms(expected), device=device).int()
     if sum_over_ranks(differs):
@@ -192,9 +195,9 @@ class _Probe:
         while leaks:
             observer = _Observer(self._base, tolerance)
             with observer.watch():
-                logits = self._logits(self._tokens)
+                logits = self._compute_logits(self._tokens)
             with observer.watch():
-                change = self._logits(changed_first) - logits
+                change = self._compute_logits(changed_first) - logits
             mixes_documents = _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first])
             if mixes_documents:
                 problem = "documents of a pack attend to each other"
@@ -205,7 +208,7 @@ class _Probe:
             new = kinds - separate.keys()
             separate |= {kind: compute_per_document(self._base, kind) for kind in new}
             leaks = bool(failed or new)
-        change = self._logits(changed_last) - logits
+        change = self._compute_logits(changed_last) - logits
         if _compute_rms(change[:-1]) > tolerance * _compute_rms(change[-1:]):
             # A separated layer may have needed its mask; then the documents are the problem.
             return problem if problem and separate else "tokens attend to later tokens"
@@ -214,19 +217,19 @@ class _Probe:
     def differs_from_alone(self) -> bool:
         """Return whether most tokens of the second document have different logits than without the first."""
         first = self._lengths[0]
-        together, alone = self._logits(self._tokens)[first - 1 :], self._logits(self._tokens[first:])
+        together, alone = self._compute_logits(self._tokens)[first - 1 :], self._compute_logits(self._tokens[first:])
         has_16_bits = self._base.get_input_embeddings().weight.element_size() == 2
         change, size = (logits.square().mean(-1).median() for logits in (together - alone, alone))
         return bool(change > (ROUNDING if has_16_bits else LEAK) ** 2 * size)
 
     @torch.no_grad()
-    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits at all tokens except the last of each document."""
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
         batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
         with _evaluation_mode(self._model):
-            logits = self._loss.logits(self._model, batch, self._device)[0][0].float()
+            logits = self._loss.compute_logits(self._model, batch, self._device)[0][0].float()
         return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]
 
 

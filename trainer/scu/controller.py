@@ -82,7 +82,7 @@ class Steering:
         if divergence is None:
             self.information = build_information(section, model, self.tokens)
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
-        self.state = scu.initial(self.law)
+        self.state = scu.build_initial_state(self.law)
         self.records: list[dict[str, Any]] = []
         self.fitted: dict[str, float] | None = None
         """Set at the end of a run that held out reference text."""
@@ -143,7 +143,7 @@ class Steering:
         self.settle()
         if self.divergence is not None:
             penalty = self.divergence.penalty(step, self.lambda_)
-            self._measured = self.divergence.local()
+            self._measured = self.divergence.local_sum()
             return penalty
         assert self.information is not None
         squares = self.information.squares()
@@ -191,7 +191,7 @@ class Steering:
         self._pending = _Pending(step, sums, copied, memory_mb)
 
     def settle(self) -> None:
-        """Apply the pending measurement, if any, to lambda. Called by `penalty`; an earlier call is equivalent."""
+        """Apply a pending measurement to lambda. `penalty` calls this; an earlier call is equivalent."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -91,7 +91,7 @@ class State:
     """False until M first reaches the target, for laws that wait for it."""
 
 
-def initial(law: Law) -> State:
+def build_initial_state(law: Law) -> State:
     """Return the state before the first measurement; the controller `none` keeps lambda at 0."""
     waits = law.controller == "pi" and law.form != "published"
     is_off = law.controller == "none" or (waits and law.form == "kl")

@@ -52,7 +52,7 @@ class AdapterChoice:
 
     @contextmanager
     def assign_rows(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each row with its own adapter, both within the block and in a later recomputation of it.
+        """Compute each row with its own adapter, within the block and when the block is recomputed later.
 
         `rows` lists (adapter, tokens) in the order of the batch.
         """

@@ -97,7 +97,7 @@ class FlatAdapter:
         self._sources: Sequence[Tensor] | None = None
         self._builds_views = True
         with torch.no_grad():
-            for member, view in self._rows():
+            for member, view in self._list_rows():
                 view.copy_(member.parameter)
         self.repoint()
 
@@ -132,13 +132,13 @@ class FlatAdapter:
 
     def repoint(self) -> None:
         """Point PEFT's Parameters at the buffers again after the engine has moved them in memory."""
-        for member, view in self._rows():
+        for member, view in self._list_rows():
             member.parameter.data = view
             member.parameter.requires_grad_(False)
 
     def is_whole(self) -> bool:
         """Return whether every PEFT Parameter is still a view of the memory that the engine trains."""
-        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._rows())
+        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
 
     def read_through_views(self, *_: Any) -> None:
         """Create the views for a pass with gradients in its graph (a forward pre-hook)."""
@@ -199,7 +199,7 @@ class FlatAdapter:
                     member.module.__dict__["weight"] = view
 
     @contextmanager
-    def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
+    def read_from(self, sources: Sequence[Tensor]) -> Iterator[None]:
         """Make forward passes in the block read these tensors instead of the buffers; drop the views afterwards."""
         self._sources = sources
         try:
@@ -227,7 +227,7 @@ class FlatAdapter:
         """Whether new views are passed to a watcher."""
         return self._watcher is not None
 
-    def _rows(self) -> list[tuple[Member, Tensor]]:
+    def _list_rows(self) -> list[tuple[Member, Tensor]]:
         return [
             (member, view)
             for number, block in enumerate(self.blocks)

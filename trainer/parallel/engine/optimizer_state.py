@@ -186,13 +186,13 @@ class EngineState:
     def _hash_positions(self) -> torch.Tensor:
         return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._list_positions()).encode()) >> 1)  # fits an int64
 
-    def averages(self) -> list[dict[str, float]]:
+    def read_averages(self) -> list[dict[str, float]]:
         """Return the state of Schedule-Free's average for each group; an empty list for other optimizers."""
         groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
         return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
 
     def restore_averages(self, averages: list[dict[str, float]]) -> None:
-        """Restore the result of `averages`."""
+        """Restore the result of `read_averages`."""
         for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
             group.update(counted)
 
