@@ -91,7 +91,7 @@ def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
 
 
 def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
-    """Return the earlier starts of this job; none for its first, as SLURM may have reused the ID of an older job."""
+    """Return the earlier starts of this job; empty at its first, because SLURM may have reused an older job's ID."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_starts(run_dir, env)

@@ -81,7 +81,7 @@ class RankSlots:
         available = [slot for slot in usable if slot not in excluded]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError("no GPU of this machine is available")
+            raise UserError("no GPU of this machine is available; check them with nvidia-smi")
         port = self._request.master_port or free_port()
         chosen = [current[self._gpus[slot]] for slot in slots] if self._gpus else []
         build = partial(build_local_command, gpus=chosen, num_gpus=len(slots), port=port)
@@ -97,7 +97,9 @@ class RankSlots:
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError(f"--hostfile {self._request.hostfile}: no slot is available on a reachable host")
+            raise UserError(
+                f"--hostfile {self._request.hostfile}: no slot is available on a reachable host; repair or add hosts"
+            )
         chosen: Slots = {}
         for slot in slots:
             host, gpu = host_slots[slot]
@@ -116,7 +118,7 @@ class RankSlots:
             if name not in lost and not excluded & set(range(number * size, (number + 1) * size))
         ]
         if not nodes:
-            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available")
+            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available; submit the job again")
         # Among shapes with the same number of ranks, the last one wins, which uses the fewest nodes.
         shapes = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
         count, ranks = shapes[find_largest_divisor(shapes, total)]

@@ -107,7 +107,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         if self.NAME not in loaded_modules:
             if not torch.cuda.is_available():
                 self.check()
-                raise BuildError("no CUDA device is visible, and CPU tensors always run the reference")
+                raise BuildError("no CUDA device is visible: set ops.backend: reference, which CPU tensors always use")
             torch.cuda.init()
             library = self.find()
             if library is None:
@@ -223,7 +223,9 @@ def get_private(owner: object, name: str) -> Any:
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise BuildError(
-            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, which the operators' builder needs", True
+            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, which the operators' builder needs; install "
+            "the version in constraints.txt",
+            True,
         ) from None
 
 

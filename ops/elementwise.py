@@ -127,7 +127,7 @@ def _gated_backward(
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Apply `rope`, or its transpose: the inverse rotation if both halves of `cos`, and of `sin`, are equal."""
+    """Apply `rope` or its transpose, which is the inverse rotation if the halves of `cos` and of `sin` are equal."""
     _check_rope(q, k, cos, sin)
     R, half = cos.shape[-1], cos.shape[-1] // 2
     wide_cos, wide_sin = _upcast(cos)[:, None], _upcast(sin)[:, None]

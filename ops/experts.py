@@ -75,7 +75,10 @@ class ExpertMatrix:
     ) -> "ExpertMatrix":
         """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
         if rows * cols % block:
-            raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
+            raise ValueError(
+                f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts; use a block "
+                f"size that divides {rows * cols}"
+            )
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 
     @staticmethod
@@ -309,7 +312,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     lists[:2] = [views.rebuild(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
-        raise ValueError("gate_up, down or a bias requires a gradient: they must be frozen")
+        raise ValueError("gate_up, down or a bias requires a gradient: the operator has none for them; freeze them")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
         grad, x, weights, *lists, *results, ctx.shape, ctx.form, ctx.numbers, seed, *flags

@@ -51,7 +51,9 @@ def check_weights(
                 f" expected {tuple(grid)} of torch.float32"
             )
         if not value.device == scale.device == x.device:
-            raise ValueError(f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}")
+            raise ValueError(
+                f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}: move them together"
+            )
 
 
 def build_dequantizing_group(

@@ -259,8 +259,8 @@ class Loop:
         values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
-        for each in measured:
-            values |= each
+        for metrics_of_hook in measured:
+            values |= metrics_of_hook
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         self._reporter.progress(step, values)

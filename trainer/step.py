@@ -180,7 +180,7 @@ def _run_micro_step(
 ) -> None:
     """Run the forward and backward passes of a micro-batch, and add its loss to `sums`.
 
-    `steering_at`: for the step's last micro-batch, which adds the penalty, the step number; None for the others.
+    `steering_at` is the step number for the step's last micro-batch, which adds the penalty; None for the others.
     """
     with context.own_time():
         loss_local = context.loss(context.engine, batch, context.engine.device)

@@ -124,8 +124,8 @@ def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) 
         return check_nodes_by_srun(allocation, arguments)
     if request.hostfile is None:
         return []
-    reached = list(check_ssh(list(select_slots(request))))
-    return [*reached, *check_hosts_by_ssh([check.host for check in reached if check.state == "OK"], arguments)]
+    ssh_checks = list(check_ssh(list(select_slots(request))))
+    return [*ssh_checks, *check_hosts_by_ssh([check.host for check in ssh_checks if check.state == "OK"], arguments)]
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
@@ -156,8 +156,8 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
             if any(process.returncode for process in processes):  # the others cannot finish without the failed one
                 deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
-        late = [process for process in processes if process.poll() is None]
-        for process in late:
+        still_running = [process for process in processes if process.poll() is None]
+        for process in still_running:
             process.terminate()  # makes srun and mpirun end their ranks
         end_sessions([process.pid for process in processes])
         codes = [process.wait() for process in processes]
@@ -169,7 +169,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
                 return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
-    if len(late) == len(processes):
+    if len(still_running) == len(processes):
         return None, f"no answer within {patience_s:g} s"
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 

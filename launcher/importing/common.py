@@ -65,8 +65,8 @@ def check_model(t: Translation, name: str) -> None:
     """Require a model, and refuse quantized ones by their name."""
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
-    if found := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
-        t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
+    if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
+        t.refuse(name, f"its weights are in {match.group(1)}; use the 16-bit model")
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:
@@ -147,19 +147,19 @@ def set_experts(t: Translation) -> None:
 def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None) -> None:
     """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.get_first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
-    steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
+    steps, per_epoch = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
         if strategy != "no" and t.get(key, 0) < 0:
             t.refuse(key, "must be 0 or more")
-    if steps and each:
+    if steps and per_epoch:
         t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is also set; remove one of them")
     chosen = default
-    if strategy == "no" or each == 0 or steps == 0:
+    if strategy == "no" or per_epoch == 0 or steps == 0:
         chosen = ("steps", 0)
     elif strategy == "epoch":
         chosen = ("s_per_epoch", 1)
-    elif steps or each:
-        chosen = ("steps", steps) if steps else ("s_per_epoch", each)
+    elif steps or per_epoch:
+        chosen = ("steps", steps) if steps else ("s_per_epoch", per_epoch)
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
     if chosen and chosen[0] != "steps" and t.get_setting("dataset.streaming"):
         if name := next((name for name in names if t.get(name) is not None), None):
@@ -233,7 +233,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file of a key and convert it to `kind`; return None if it is missing, or damaged (a reported error)."""
+    """Read the file of a key and convert it to `kind`; return None if it is missing or damaged, and report damage."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -250,8 +250,8 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
     """Convert a value in the file of a key to `kind`; report an error and return None if it does not fit."""
     problems: list[str] = []
 
-    def report(inner: str, bad: Any, problem: str) -> None:
-        problems.append(f"{path}: {inner.removeprefix('.')}={shown(bad, 40)}: {problem}".replace(": =", ": "))
+    def report(inner: str, part: Any, problem: str) -> None:
+        problems.append(f"{path}: {inner.removeprefix('.')}={shown(part, 40)}: {problem}".replace(": =", ": "))
 
     converted = convert(kind, value, at, report)
     if problems:
@@ -293,13 +293,13 @@ def read_partition(t: Translation, name: str, value: Any) -> Any:
 
 def set_stage_by_name(t: Translation, name: str, path: str) -> None:
     """Set the distribution from the name of a missing file, such as those that TRL and accelerate provide."""
-    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
+    match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
     if "fsdp" in path:
         set_fsdp(t, name, {})
-    elif found is not None:
+    elif match is not None:
         offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
-        set_stage(t, name, int(found.group(1)), offload)
-        t.note(name, f"the file does not exist; stage {found.group(1)} is taken from its name")
+        set_stage(t, name, int(match.group(1)), offload)
+        t.note(name, f"the file does not exist; stage {match.group(1)} is taken from its name")
     elif not re.search(r"(single|multi)_gpu", path):
         t.refuse(name, "no such file, and its name has no ZeRO stage; copy the file here")
 

@@ -100,7 +100,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
 
 
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
-    """Return the settings of one source, which `key` names, from its entry in dataset_info.json."""
+    """Return the settings of a source from its entry in dataset_info.json; errors are reported for `key`."""
     if name not in info:
         t.refuse(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}

@@ -126,9 +126,9 @@ def read_kind(kind: Any) -> Any:
 
 
 def _find_setting_kind(ours: str) -> Any:
-    wanted = accepted_types(setting_type(ours))
-    found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
-    return next((kind for known, kind in found if known in wanted), Any)
+    accepted = accepted_types(setting_type(ours))
+    kinds = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
+    return next((kind for known, kind in kinds if known in accepted), Any)
 
 
 @dataclass
@@ -160,8 +160,8 @@ class Foreign:
 
     def find(self, name: str) -> Path | None:
         """Return the file with this name in the folder of the configuration or a parent folder."""
-        above = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
-        return next((Path(path) for path in above if os.path.isfile(path)), None)
+        paths = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
+        return next((Path(path) for path in paths if os.path.isfile(path)), None)
 
 
 class Setting(NamedTuple):
@@ -309,8 +309,8 @@ class Translation:
     def report_config_error(self, mistake: Mistake | str) -> None:
         """Report an error of our own checks, for the key that set the setting."""
         assert isinstance(mistake, Mistake), mistake
-        above = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
-        ours = next((name for name in above if name in self.settings), "")
+        parents = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
+        ours = next((name for name in parents if name in self.settings), "")
         names = self.settings[ours].names if ours else ()
         if names and names[0] not in self._mistakes:
             name = names[0] + mistake.setting.removeprefix(ours)
@@ -345,7 +345,7 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     """
     if isinstance(kind, tuple):
         form = next((form for form in (dict, list) if isinstance(value, form)), None)
-        fitting = (one for one in kind if (isinstance(one, form) if form else not isinstance(one, (dict, list))))
+        fitting = (item for item in kind if (isinstance(item, form) if form else not isinstance(item, (dict, list))))
         kind = kind[0] if form is None and not isinstance(value, str) else next(fitting, kind[0])
     if isinstance(kind, dict) and isinstance(value, dict):
         items = {str(key): inner for key, inner in value.items() if inner not in EMPTY}

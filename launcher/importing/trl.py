@@ -64,9 +64,10 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word[2:].partition("=")
         if equals and not value:
             raise UserError(f"--{name}: has no value; write one after the =")
-        if single := next((one for one in values if re.match("-[a-z]", one)), None):
+        if single := next((value for value in values if re.match("-[a-z]", value)), None):
             raise UserError(f"{single}: options begin with two dashes; write -{single}")
-        name, values = name.replace("-", "_"), [value] if equals else [one for one in values if not one.endswith(".py")]
+        name = name.replace("-", "_")
+        values = [value] if equals else [item for item in values if not item.endswith(".py")]
         is_negated = name.startswith("no_") and not values
         read: Any = values if len(values) > 1 else values[0] if values else not is_negated
         if isinstance(read, str) and read.startswith("{"):
@@ -102,8 +103,8 @@ def translate(foreign: Foreign) -> Translation:
 
 def find_script(foreign: Foreign) -> str:
     """Return `dpo`, `kto` or `reward` for these scripts, which train on pairs or labels, otherwise an empty string."""
-    found = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
-    return found[1] if found else ""
+    match = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
+    return match[1] if match else ""
 
 
 def read_losses(t: Translation) -> dict[str, float]:

@@ -70,7 +70,7 @@ class Reach:
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        """Return whether the launcher itself failed, for a launcher that ended before it reported a failed rank."""
+        """Return whether the launcher itself failed; for launchers that ended without reporting a failed rank."""
         return status < 0
 
 

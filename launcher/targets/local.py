@@ -162,8 +162,8 @@ def build_hostfile_command(
 
 def _find_deepspeed() -> str:
     """Return the `deepspeed` next to this Python: its name if the shell finds the same one, otherwise its path."""
-    path, found = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
-    if not path.is_file() or (found and Path(found).samefile(path)):
+    path, in_path = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
+    if not path.is_file() or (in_path and Path(in_path).samefile(path)):
         return "deepspeed"
     return str(path)
 

@@ -121,8 +121,8 @@ def find_lost_nodes(allocation: Allocation) -> list[str]:
 
 def can_be_requeued(job: int) -> bool:
     """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
-    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
-    return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
+    description = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    return all(re.search(rf"\b{flag}=1\b", description) for flag in ("Requeue", "BatchFlag"))
 
 
 def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
@@ -142,10 +142,12 @@ def _is_responding(node: str) -> bool:
 def _expand_node_list(node_list: str) -> list[str]:
     """Return the nodes of a SLURM node list, such as `gpu[003-006,9]`."""
     try:
-        shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
+        listing = subprocess.run(
+            ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         problem = f"scontrol cannot list its nodes ({reason})"
         fix = "run this on a host of the cluster, or use another launcher"
         raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}; {fix}") from None
-    return shown.stdout.split()
+    return listing.stdout.split()

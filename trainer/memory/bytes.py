@@ -216,6 +216,6 @@ def checkpoint_bytes(shapes: Shapes, placement: Placement) -> int:
 
     A checkpoint has the weights, and master weights and moments in 32 bits.
     """
-    kept = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
+    checkpoints = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
     weights = shapes.trained * placement.element
-    return (kept + 1) * (weights + 3 * FP32 * shapes.trained) + weights
+    return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights

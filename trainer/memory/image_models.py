@@ -96,9 +96,9 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
-    fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+    new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
     with init_empty_weights():
-        return apply_adapter(model, fresh, torch.float32, task_type=None)
+        return apply_adapter(model, new_adapter, torch.float32, task_type=None)
 
 
 def observe_activations(

@@ -38,9 +38,9 @@ def read_shapes(
     rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.
-        fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+        new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
-            model = apply_adapter(model, fresh, torch.float32)
+            model = apply_adapter(model, new_adapter, torch.float32)
     unfused_head = find_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))

@@ -120,8 +120,8 @@ class Planner:
         work, placement = self.build_work(config, decided), self._build_placement(config, decided)
         activations = self.estimate_activations(work)
         images = self.lengths.images * work.rows * (not config.vision.cache)
-        tower, kept = estimate_tower_activations(self.shapes.model, images, work)
-        activations = replace(activations, kept=activations.kept + kept * (config.vision.train == "lora"))
+        tower, tower_kept = estimate_tower_activations(self.shapes.model, images, work)
+        activations = replace(activations, kept=activations.kept + tower_kept * (config.vision.train == "lora"))
         return estimate(self.shapes, work, placement, activations, tower)
 
     def bytes_received(self, config: RunConfig) -> dict[str, int]:

@@ -47,7 +47,9 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
 def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
     """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
     weights = experts.parameters(recurse=False)
-    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in weights)
+    return not packed_tensors(experts) and all(
+        is_partitioned(weight) and not weight.requires_grad for weight in weights
+    )
 
 
 def _describe_adapter(wrappers: list[Any]) -> str:

@@ -45,7 +45,7 @@ class TokenLoss:
     """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
-    and the model at most scales its output, which a probe shows. Otherwise the loss is computed from the logits.
+    and a probe shows that the model at most scales the head's output. Otherwise the loss is computed from the logits.
     """
 
     def __init__(

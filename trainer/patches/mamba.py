@@ -99,7 +99,7 @@ def has_scan_kernels() -> bool:
 
 
 def explain_unused_kernels(package: str, library: str) -> str:
-    """Return why transformers, which has already tried to import them, does not use the kernels; empty if it does."""
+    """Return why transformers does not use the kernels, which it has tried to import by now; empty if it does."""
     return _find_load_problem(package, library) or _find_import_problem(package, package)
 
 

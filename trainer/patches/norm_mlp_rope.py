@@ -68,7 +68,7 @@ class Replaceable:
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return for each of PARTS why it is not replaced everywhere; empty if it is."""
+        """Return, for each of PARTS, why it is not replaced everywhere; an empty reason means that it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:

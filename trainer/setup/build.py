@@ -72,8 +72,8 @@ class Builder:
         shards = self._build_layer_shards()
         with phase("weights"):
             model = task.load_base(self._dtype, self._engine_config, shards)
-        wanted = self._plan_patches(shards)
-        lines = [self._decisions.format_summary(), *install_on_base(model, wanted)]
+        patches = self._plan_patches(shards)
+        lines = [self._decisions.format_summary(), *install_on_base(model, patches)]
         # The adapter's initialization must not depend on random numbers drawn while loading.
         set_seed(config.seed)
         if config.runs:
@@ -93,7 +93,7 @@ class Builder:
                 )
             lines += list_rank_warnings(config.lora) + describe_unadapted_layers(model, config.lora)
             lines += describe_unadapted(model)
-        lines += install_on_adapted(model, wanted)
+        lines += install_on_adapted(model, patches)
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
         set_seed(config.seed + self._ranks.rank)
@@ -126,8 +126,8 @@ class Builder:
 
     def build_step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         """Return the loss of training steps, which replays CUDA graphs if the settings and the model allow it."""
-        mode, wanted = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
-        if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
+        mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
+        if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
         return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss

@@ -61,7 +61,7 @@ Decision = TypeVar("Decision")
 
 @dataclass(frozen=True)
 class World:
-    """The result of `meet`."""
+    """What rank 0 has learned about all ranks, and the store that connects them."""
 
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
@@ -174,7 +174,7 @@ def find_differences(reports: Sequence[Report]) -> list[str]:
 
 
 def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
-    """Return an error message, in a list, if hosts do not share the output folder with rank 0, otherwise no message."""
+    """Return a list with one error message if hosts do not share rank 0's output folder, otherwise an empty list."""
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
         return []

@@ -227,8 +227,8 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
     """Return the batches of this rank; some ranks repeat the first batch, so that all have the same number."""
-    own = batches[ranks.rank :: ranks.world_size]
-    return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
+    rank_batches = batches[ranks.rank :: ranks.world_size]
+    return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches
 
 
 def set_seed(seed: int) -> None:

@@ -77,10 +77,10 @@ class Progress:
         if self._start_has_ended:
             return None
         self._start_has_ended = True
-        now, own = time.monotonic(), _read_start(os.getpid())
+        now, started = time.monotonic(), _read_start(os.getpid())
         launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
-        launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else own
-        parts = {"command": own - launched} if launched < own else {}
+        launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else started
+        parts = {"command": started - launched} if launched < started else {}
         parts |= {"imports": self._seconds_before_phases(now), **self.seconds}
         parts["first step"] = now - (self._first_step_at or now)
         parts["other"] = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - launched - sum(parts.values()))

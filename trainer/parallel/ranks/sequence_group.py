@@ -67,7 +67,7 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    """Return the sum over a group's ranks, for a loss of which each rank computes a fraction."""
+    """Return the sum over a group's ranks, each of which computes a part of the loss."""
     total: Tensor = _Sum.apply(values, part.group)
     return total
 

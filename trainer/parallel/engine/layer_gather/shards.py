@@ -172,23 +172,25 @@ class LayerShards:
         """
         from peft.tuners.lora import LoraLayer
 
-        below: tuple[str, ...] = ()
+        yielded: tuple[str, ...] = ()
         for path, module in model.named_modules():
             units = (self._units_by_parameter.get(id(parameter)) for parameter in module.parameters())
             unit = next((unit for unit in units if unit is not None), None)
-            if unit is None or path.startswith(below or "."):
+            if unit is None or path.startswith(yielded or "."):
                 continue
             reads_own = any(id(parameter) in self._units_by_parameter for parameter in module.parameters(recurse=False))
             if reads_own or id(module) in self._modules or isinstance(module, LoraLayer):
-                below = (*below, f"{path}.")
+                yielded = (*yielded, f"{path}.")
                 base = module.get_base_layer() if isinstance(module, LoraLayer) else module
                 yield _Step(unit, module, has_backward=not isinstance(base, nn.Embedding))
 
     @contextmanager
     def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Gather the weights of these modules within the block; every rank must enter it."""
-        found = [self._units_by_parameter.get(id(parameter)) for module in modules for parameter in module.parameters()]
-        units = [unit for unit in dict.fromkeys(found) if unit is not None]
+        owners = [
+            self._units_by_parameter.get(id(parameter)) for module in modules for parameter in module.parameters()
+        ]
+        units = [unit for unit in dict.fromkeys(owners) if unit is not None]
         for unit in units:
             unit.start()
             unit.wait()
