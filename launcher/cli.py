@@ -20,7 +20,6 @@ def _run_command() -> int:
 
 
 def main() -> None:
-    """Run the command line."""
     # Until launcher/entry.py is imported, Ctrl-C ends the process silently instead of with a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     exclude_working_folder()

@@ -32,10 +32,7 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
-    "estimate": (
-        "trainer.commands.estimate",
-        "Estimate a run's memory and disk space for every ZeRO stage; needs no GPU.",
-    ),
+    "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage; needs no GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
     "prepare": ("trainer.commands.prepare_run", "Check a configuration and tokenize its data."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
@@ -100,9 +97,7 @@ def train(
     include: Annotated[str | None, typer.Option(help="Hosts or GPUs to use: `gpu-a@gpu-b:0,2`.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Use only the first N hosts.")] = None,
-    num_gpus: Annotated[
-        int | None, typer.Option(help="Use only the first N GPUs of each host, or N CPU ranks.")
-    ] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="Use only N GPUs of each host, or N CPU ranks.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Rendezvous host; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,

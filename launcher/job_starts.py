@@ -22,11 +22,9 @@ RESUME_AUTO = "training.resume_from_checkpoint=auto"
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job."""
-
     job: str
     newest: str
-    """Newest complete checkpoint at the start; empty if none."""
+    """Newest complete checkpoint at the start; empty if there is none."""
     record: int
     """mtime of run.json in ns; 0 if the file is missing."""
     code: int | None = None

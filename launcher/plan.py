@@ -41,7 +41,6 @@ class Request:
     master_port: int | None = None
 
     def filters(self) -> dict[str, Any]:
-        """Return the options that filter hosts and GPUs."""
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:

@@ -18,8 +18,6 @@ from trainer.contract.rendezvous import free_port
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """A restart after a failure."""
-
     plan: Plan
     slots: tuple[int, ...]
     """For each rank, its slot of the first start."""
@@ -97,9 +95,7 @@ class RankSlots:
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError(
-                f"--hostfile {self._request.hostfile}: no slot is available on a reachable host; repair or add hosts"
-            )
+            raise UserError(f"--hostfile {self._request.hostfile}: no slot is available on a reachable host; add hosts")
         chosen: Slots = {}
         for slot in slots:
             host, gpu = host_slots[slot]

@@ -85,7 +85,6 @@ def start(
 
 
 def get_version() -> str:
-    """Return the installed version of zerolora."""
     return installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
 
 

@@ -50,9 +50,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     """Raise UserError if `ranks` is set together with GPUs, or if `time` leaves no time for a step before `grace`."""
     if gpus and ranks is not None:
-        raise UserError(
-            "--ranks-per-node: must not be set with GPUs (one rank each); remove it, or add --gpus-per-node 0"
-        )
+        raise UserError("--ranks-per-node: must not be set with GPUs; remove it, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(

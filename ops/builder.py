@@ -128,9 +128,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         toolkit = self.check()
         self._architectures = self._architectures or list_architectures(toolkit)
         version = f"{toolkit[0]}.{toolkit[1]}"
-        build = prebuilt.Build(
-            self._compute_sources_digest(), *self._read_versions(), version, tuple(self._architectures)
-        )
+        digest = self._compute_sources_digest()
+        build = prebuilt.Build(digest, *self._read_versions(), version, tuple(self._architectures))
         with prebuilt.acquire_build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)
@@ -191,11 +190,9 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return "-std=c++20" if newer else "-std=c++17"
 
     def _choose_architectures(self) -> list[str]:
-        return (
-            self._find_card_architectures(find_toolkit_version())
-            if self._architectures is None
-            else self._architectures
-        )
+        if self._architectures is not None:
+            return self._architectures
+        return self._find_card_architectures(find_toolkit_version())
 
     def _find_card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
         cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -223,9 +220,7 @@ def get_private(owner: object, name: str) -> Any:
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise BuildError(
-            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, which the operators' builder needs; install "
-            "the version in constraints.txt",
-            True,
+            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`; install the version in constraints.txt", True
         ) from None
 
 

@@ -76,8 +76,7 @@ class ExpertMatrix:
         """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(
-                f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts; use a block "
-                f"size that divides {rows * cols}"
+                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller"
             )
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 

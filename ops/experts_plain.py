@@ -24,13 +24,10 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
     elif storage == "nf4":
         packed, absmax, code, *nested = tensors
         check_packed(packed, E, rows, cols)
-        by_expert = packed.reshape(-1).view(torch.uint8)[: E * rows * cols // 2].view(E, -1)
+        codes = packed.reshape(-1).view(torch.uint8)[: E * rows * cols // 2].view(E, -1)
         states = [[absmax[e], code] + ([nested[0][e], nested[1], nested[2][e]] if nested else []) for e in range(E)]
         weight = torch.stack(
-            [
-                reference.dequantize_nf4(by_expert[e], states[e], rows, cols, block, nested_block, dtype)
-                for e in range(E)
-            ]
+            [reference.dequantize_nf4(codes[e], states[e], rows, cols, block, nested_block, dtype) for e in range(E)]
         )
     else:
         weight = tensors[0].transpose(1, 2) if storage == "transposed" else tensors[0]

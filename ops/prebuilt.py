@@ -22,7 +22,6 @@ IN_PACKAGE = Path(__file__).resolve().parent / "built"
 
 
 def cache_folder() -> Path:
-    """Return the folder for builds that runs compile."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 

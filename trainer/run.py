@@ -206,9 +206,8 @@ class Run:
         loss = self.builder.build_step_loss(self.loss, engine.module, self.say) if is_single else self.loss
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.build_hooks(
-            engine, self.steering, position, steps, count, sample, self.say, alone=is_single
-        )
+        options = engine, self.steering, position, steps, count, sample, self.say
+        hooks = self.builder.build_hooks(*options, alone=is_single)
         recovery = self.memory.build_recovery(self.ranks.world_size)
         stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule

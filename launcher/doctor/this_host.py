@@ -45,13 +45,8 @@ TEST_FILE_BYTES = 2**20
 def check_packages() -> Iterator[Check]:
     """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
-    is_supported = sys.version_info >= (3, 11)
-    yield Check(
-        "python",
-        "OK" if is_supported else "FAIL",
-        f"{version} at {sys.executable}",
-        "" if is_supported else "install 3.11",
-    )
+    state: State = "OK" if sys.version_info >= (3, 11) else "FAIL"
+    yield Check("python", state, f"{version} at {sys.executable}", "install 3.11" * (state == "FAIL"))
     failed = list(_check_dependencies())
     yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
@@ -207,9 +202,7 @@ def check_locks() -> Iterator[Check]:
         if lock.holder is not None:
             yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
-            description = (
-                f"{lock.path}: stale: {lock.age_s / 60.0:.0f} minutes old, and held by no process of this host"
-            )
+            description = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, held by no process of this host"
             yield Check("build lock", "FAIL", description, f"rm {lock.path}")
     if not locks:
         yield Check("build locks", "OK", f"none in {root}")

@@ -167,7 +167,6 @@ def refuse_vision(t: Translation) -> None:
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the settings of one source."""
     if entry.get("message_field_training") in ("train", "training", "weight"):  # recognized without a setting
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     if not entry.get("path"):

@@ -144,9 +144,7 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
         fix = "the hubs of ModelScope and Modelers are not supported; download the data"
         if not hubs:
-            fix = (
-                f"must have hf_hub_url or file_name{', because scripts are not run' * ('script_url' in entry)}; add one"
-            )
+            fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one"
         t.refuse(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")

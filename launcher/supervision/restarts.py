@@ -81,11 +81,8 @@ class Restarts:
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before, self._record_before = (
-            resumes,
-            complete_checkpoints(run_dir),
-            self._read_record_time(),
-        )
+        self._resumes, self._before = resumes, complete_checkpoints(run_dir)
+        self._record_before = self._read_record_time()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher

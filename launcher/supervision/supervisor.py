@@ -132,7 +132,6 @@ class Supervisor:
 
     @property
     def signals(self) -> list[int]:
-        """The signals received."""
         return self.stop.received
 
     def run(self) -> int:

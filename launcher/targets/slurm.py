@@ -142,9 +142,8 @@ def _is_responding(node: str) -> bool:
 def _expand_node_list(node_list: str) -> list[str]:
     """Return the nodes of a SLURM node list, such as `gpu[003-006,9]`."""
     try:
-        listing = subprocess.run(
-            ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True
-        )
+        command = ["scontrol", "show", "hostnames", node_list]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         problem = f"scontrol cannot list its nodes ({reason})"

@@ -216,9 +216,8 @@ class RunFolder:
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return the form of this run's adapter; None in full training, and on ranks other than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
-            self._form = AdapterForm.from_model(
-                engine.module, [name for name, _ in list_trained_parameters(engine.module)]
-            )
+            names = [name for name, _ in list_trained_parameters(engine.module)]
+            self._form = AdapterForm.from_model(engine.module, names)
         return self._form
 
     def build_weights_writer(

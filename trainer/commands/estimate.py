@@ -137,9 +137,8 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
         console.print(f"each GPU receives per step: {received}", highlight=False)
     for line in speed.describe(result["speed"], result["gpus"]) if result["speed"] else ():
         console.print(line, highlight=False)
-    console.print(
-        f"host memory per rank {format_gib(estimate.host)} plus the process itself, disk {format_gib(estimate.disk)}"
-    )
+    host, disk = format_gib(estimate.host), format_gib(estimate.disk)
+    console.print(f"host memory per rank {host} plus the process itself, disk {disk}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in result["stages"]:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]

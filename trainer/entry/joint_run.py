@@ -266,9 +266,8 @@ class JointRun:
         sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
         for index in range(micro_steps):
             is_last = index == micro_steps - 1
-            self._run_micro_step(
-                active, [micro_batches[index] for micro_batches in batches], scales, sums, micro_steps if is_last else 0
-            )
+            parts = [micro_batches[index] for micro_batches in batches]
+            self._run_micro_step(active, parts, scales, sums, micro_steps if is_last else 0)
             if is_last:
                 nonfinite = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
                 sums[:, 1] = nonfinite
@@ -305,9 +304,8 @@ class JointRun:
         rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
         self._loss.observe(merged, engine.device)
         with self._choice.assign_rows(rows, engine.device):
-            losses = self._loss.compute_by_part(
-                engine, merged, engine.device, [batch.target_count for batch in batches]
-            )
+            counts = [batch.target_count for batch in batches]
+            losses = self._loss.compute_by_part(engine, merged, engine.device, counts)
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
             inactive = set(range(len(flat.buffers))) - {member.number for member in active}

@@ -62,9 +62,8 @@ class ImagePlanner(Planner):
         if recompute and training.offload_activations:
             activations = replace(activations, kept=0)
         rows = training.batch_size * (2 if config.image.prior is not None else 1)
-        return estimate(
-            self.shapes, None, self._build_placement(config, self.build_decisions(config)), activations.scale(rows)
-        )
+        placement = self._build_placement(config, self.build_decisions(config))
+        return estimate(self.shapes, None, placement, activations.scale(rows))
 
     def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none

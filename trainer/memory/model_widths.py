@@ -61,13 +61,9 @@ def read_shapes(
 
 
 def read_weights(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    head: nn.Module | None,
-    *,
-    in_mxfp4: bool,
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool,
     stored: StoredForm | None = None,
-) -> Iterator[Weight]:
+) -> Iterator[Weight]:  # fmt: skip
     """Yield every parameter with the index of its block; `stored` is the quantized format of the checkpoint."""
     stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}

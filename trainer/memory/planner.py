@@ -312,9 +312,8 @@ class Planner:
 
     def _estimate_layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            single, double = (
-                self._estimate_layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT)
-            )
+            short = (replace(kernels, length=length) for length in (SHORT, 2 * SHORT))
+            single, double = (self._estimate_layers(variant, rows) for variant in short)
             return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
         linear_from = count_rows_to_observe(self.shapes, kernels)
         if rows <= linear_from:

@@ -134,9 +134,8 @@ def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {mode}{which}, {format_gib(estimate.needed)} estimated"
     without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
-    return (
-        line if mode == "none" else f"{line}; without it {format_gib(without.needed)} of {format_gib(memory)} available"
-    )
+    needed, available = format_gib(without.needed), format_gib(memory)
+    return line if mode == "none" else f"{line}; without it {needed} of {available} available"
 
 
 def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
@@ -148,9 +147,8 @@ def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     fitting = planner.estimate_activations(work).on_host
     if fitting == needed:
         return ""
-    problem = (
-        f"training.offload_activations: host memory has room for {format_gib(fitting)} of {format_gib(needed)} per rank"
-    )
+    room = f"{format_gib(fitting)} of {format_gib(needed)} per rank"
+    problem = f"training.offload_activations: host memory has room for {room}"
     return f"[yellow]warning:[/yellow] {problem}; the rest stays on the GPU"
 
 

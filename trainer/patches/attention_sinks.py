@@ -21,7 +21,6 @@ from trainer.contract.known_versions import require
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Return whether the attention of a model has sinks."""
     return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
 
 

@@ -44,7 +44,6 @@ class FusionReport:
 
     @property
     def fused(self) -> int:
-        """Number of fused layers."""
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:

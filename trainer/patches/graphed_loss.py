@@ -120,7 +120,6 @@ class GraphedLoss:
         return result
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """See `TokenLoss.values`."""
         return self._loss.values(training=training)
 
     def take_fraction(self) -> float:

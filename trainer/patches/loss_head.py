@@ -194,10 +194,8 @@ class TokenLoss:
 
     def _read_head(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the frozen weight of the head, and the operator's arguments for its factor and trained rows."""
-        return get_linear_layer(self._head).weight, {
-            "factor": self._factor or 1.0,
-            "rows": get_trained_rows(self._head),
-        }
+        arguments = {"factor": self._factor or 1.0, "rows": get_trained_rows(self._head)}
+        return get_linear_layer(self._head).weight, arguments
 
     def measure_by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None

@@ -51,16 +51,13 @@ class Replaceable:
 
     @property
     def norms(self) -> int:
-        """Number of norms that use our operator."""
         return sum(_is_norm(type(module).__name__) for module, _ in self.forwards)
 
     @property
     def mlps(self) -> int:
-        """Number of gated MLPs that use our operator."""
         return len(self.forwards) - self.norms
 
     def lines(self) -> list[str]:
-        """Return the lines for the console."""
         replaced = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
         counts = Counter(self.refused)
         return [f"element-wise operators: {replaced}"] + [

@@ -102,7 +102,6 @@ def choose_attention(section: ModelSection) -> str | None:
 
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
-    """Call `copy_shared_heads` on a GPU without flash attention."""
     if device.type == "cuda" and not has_flash(device, dtype):
         copy_shared_heads()
 

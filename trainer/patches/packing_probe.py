@@ -153,10 +153,8 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
         return values[targets != IGNORED]
 
     with _evaluation_mode(model):
-        expected, actual = (
-            compute_logits(full_batch)[start : start + part_batch.target_count],
-            compute_logits(part_batch),
-        )
+        expected = compute_logits(full_batch)[start : start + part_batch.target_count]
+        actual = compute_logits(part_batch)
     tolerance = _choose_tolerance(model) if actual.dtype == torch.float32 else ROUNDING
     differs = torch.tensor(_compute_rms(actual - expected) > tolerance * _compute_rms(expected), device=device).int()
     if sum_over_ranks(differs):

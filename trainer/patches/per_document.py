@@ -133,7 +133,6 @@ def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positi
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested arguments or results."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

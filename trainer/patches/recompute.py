@@ -79,7 +79,6 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 
 
 def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
-    """Return the function that runs a checkpoint."""
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if _is_random(model):
         run = _repeat_random_numbers

@@ -52,8 +52,7 @@ def _list_trained(part: nn.Module) -> list[Trained]:
     trained: list[Trained] = []
     for module in part.modules():
         tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        views = {name: view for name, view in vars(module).items() if name in tensors and isinstance(view, Tensor)}
-        tensors |= views
+        tensors |= {name: view for name, view in vars(module).items() if name in tensors and isinstance(view, Tensor)}
         trained += [(module, name, tensor) for name, tensor in tensors.items() if tensor.requires_grad]
     return trained
 

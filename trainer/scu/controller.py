@@ -91,7 +91,6 @@ class Steering:
 
     @property
     def lambda_(self) -> float:
-        """The current lambda."""
         return self.state.lambda_
 
     def check_target(

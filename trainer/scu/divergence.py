@@ -124,9 +124,8 @@ class Divergence:
     def _read_base_states(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
             return to_device(torch.cat([self._base_states[index] for index in documents]), self._engine.device)
-        return self._token_loss.compute_base_states(
-            self._engine, self.reference.build_batch(documents), self._engine.device
-        )
+        batch = self.reference.build_batch(documents)
+        return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
     def local_sum(self) -> Tensor | None:
         """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""

@@ -134,7 +134,6 @@ class ScaleFit:
     texts: int
 
     def format_summary(self, target: float) -> str:
-        """Format the result for the console."""
         result = f"scu.scale_to_target: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
         if self.kl_bits_before <= target:
             return f"{result}, within the target of {target:g}"

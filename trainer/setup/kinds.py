@@ -34,7 +34,6 @@ class LanguageKind:
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
-        """Return whether the weights are on this machine."""
         return is_random(config.base_model) or has_local_weights(config.base_model, config.model)
 
     @staticmethod
@@ -96,7 +95,6 @@ def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
 
 
 def find_task_class(run: FinishedRun) -> type[Task]:
-    """Return the class of a finished run's task."""
     return find_adapter_kind(run).task(run.config)
 
 

@@ -48,7 +48,6 @@ TASKS = {"preference": PreferenceTask, "reward": RewardTask}
 
 
 def find_task(config: RunConfig) -> type[LanguageTask]:
-    """Return the class of the run's task."""
     return TASKS.get(config.task, LanguageTask)
 
 

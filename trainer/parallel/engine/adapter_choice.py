@@ -46,7 +46,6 @@ class AdapterChoice:
             _set_random_states(outside)
 
     def seed(self, name: str, seed: int) -> None:
-        """Seed the random numbers of an adapter."""
         with self.select(name):
             torch.manual_seed(seed)
 

@@ -76,9 +76,8 @@ def build_deepspeed_config(
         }
         if zero.offload_parameters:
             partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
-    clips = (
-        guarded or (zero.stage == 0 and precision == "fp32") or can_guard_on_device(training, zero, precision, on_gpu)
-    )
+    on_device = can_guard_on_device(training, zero, precision, on_gpu)
+    clips = guarded or (zero.stage == 0 and precision == "fp32") or on_device
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,

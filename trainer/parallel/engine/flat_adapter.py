@@ -46,7 +46,6 @@ class Block:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of one factor."""
         return self.members[0].parameter.shape
 
     @property
@@ -224,7 +223,6 @@ class FlatAdapter:
 
     @property
     def is_watched(self) -> bool:
-        """Whether new views are passed to a watcher."""
         return self._watcher is not None
 
     def _list_rows(self) -> list[tuple[Member, Tensor]]:

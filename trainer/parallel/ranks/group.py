@@ -67,7 +67,6 @@ class Ranks:
         return cls(rank, world_size, local_rank)
 
     def device(self) -> torch.device:
-        """Return the device of this rank."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         # Some clusters show each process only its own GPU (`srun --gpus-per-task`), as number 0.

@@ -187,10 +187,9 @@ class LayerShards:
     @contextmanager
     def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Gather the weights of these modules within the block; every rank must enter it."""
-        owners = [
-            self._units_by_parameter.get(id(parameter)) for module in modules for parameter in module.parameters()
-        ]
-        units = [unit for unit in dict.fromkeys(owners) if unit is not None]
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        owners = dict.fromkeys(self._units_by_parameter.get(id(parameter)) for parameter in parameters)
+        units = [unit for unit in owners if unit is not None]
         for unit in units:
             unit.start()
             unit.wait()
@@ -207,7 +206,6 @@ class LayerShards:
             unit.waiting = waiting
 
     def format_summary(self) -> str:
-        """Format a summary for the console."""
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in host memory" if self._in_host_memory else "on its device"

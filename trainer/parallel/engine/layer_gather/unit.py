@@ -93,11 +93,10 @@ class ShardedUnit:
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
                 self._own_part.copy_(self._shard, non_blocking=True)
-                self._pending = (
-                    self._copies.record_event()
-                    if self._world == 1
-                    else _all_gather(self._whole, self._own_part, self._group)
-                )
+                if self._world == 1:
+                    self._pending = self._copies.record_event()
+                else:
+                    self._pending = _all_gather(self._whole, self._own_part, self._group)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU, the calling thread) wait for the gather."""
@@ -107,7 +106,6 @@ class ShardedUnit:
             self._pending = None
 
     def free(self) -> None:
-        """Free the gathered memory."""
         if self.is_gathered and not self._is_whole:
             self.wait()  # a collective must not write to memory after it is freed
             self._storage.resize_(0)
