@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.mixtures import store_dequantised
 from tests.multimodal import DELTA, MROPE, MULTIMODAL, QWEN_VISION, TEXT, VISION
 from tests.plain_peft import train_steps, with_adapter
 from tests.tiny import make_tokenizer
@@ -235,6 +237,15 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> 
     (folder / "preprocessor_config.json").write_text(json.dumps(own.images))
     (folder / "processor_config.json").write_text(json.dumps(own.processor))
     return folder
+
+
+def store_dequantised_vision(source: Path, target: Path) -> Path:
+    """The model of `source` in 32 bits with the values of NF4, and its tokenizer and processor."""
+    store_dequantised(source, target, four_bit=True)
+    for file in source.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            shutil.copy(file, target)
+    return target
 
 
 def family_name(model_config: Any) -> str:
