@@ -148,6 +148,8 @@ for name, kind in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3")):
          "max_image_size": {"longest_edge": 28}},
         {"image_seq_len": 1}, named=False,
     )  # fmt: skip
+WITH_TORCHVISION = ("mistral3", "pixtral", "llama4", "lfm2_vl")
+NO_VISION = "transformers reads its images with torchvision, which is not installed"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 

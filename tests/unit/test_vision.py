@@ -20,7 +20,9 @@ from tests.tiny import make_model
 from tests.unit.test_multimodal import train
 from tests.vision import (
     COLORS,
+    NO_VISION,
     PROCESSORS,
+    WITH_TORCHVISION,
     draw,
     make_vision_model,
     plain_vision_losses,
@@ -47,12 +49,10 @@ from trainer.setup.shown_data import show_text
 from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
-WITH_TORCHVISION = ("mistral3", "pixtral", "llama4", "lfm2_vl")
 ALL = [
     pytest.param(
-        family, marks=pytest.mark.skipif(family in WITH_TORCHVISION and not find_spec("torchvision"), reason=reason)
+        family, marks=pytest.mark.skipif(family in WITH_TORCHVISION and not find_spec("torchvision"), reason=NO_VISION)
     )
-    for reason in ["transformers reads its images with torchvision, which is not installed"]
     for family in PROCESSORS
 ]
 UNUSED_LAYERS = {"llava": [r".*vision_tower\.encoder\.layers\.1\..*"]}
@@ -356,41 +356,46 @@ def test_a_changed_image_is_read_again_and_an_animated_one_reported(root: Path, 
     assert len(again.train[0].input_ids) > len(first.train[0].input_ids)
 
 
+TRAINED = {"qwen2_5_vl": "lora", "gemma3": "projector", "smolvlm": "lora"} | dict.fromkeys(
+    ("llama4", "lfm2_vl", "pixtral"), "none"
+)
+
+
+@pytest.mark.parametrize("family", [each for each in ALL if each.values[0] in TRAINED])
 def test_a_run_is_asked_about_an_image_evaluated_and_merged(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForMultimodalLM
 
-    for family, parts in (("qwen2_5_vl", "lora"), ("gemma3", "projector")):
-        ground = tmp_path / family
-        ground.mkdir()
-        more = {"vision__train": parts, "output_dir": str(ground / "run")}
-        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
-        (ground / "base.yaml").write_text((root / "run.yaml").read_text())
-        train_run(ground, logging__report_to="none")
-        file = picture(tmp_path)
-        capsys.readouterr()
-        assert generate.main([str(ground / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
-        shown = capsys.readouterr().out.strip()
-        assert evaluate.main([str(ground / "run"), "--json", str(ground / "eval.json")]) == 0
-        [held_out] = [
-            json.loads(line)["eval/loss"] for line in (ground / "run/metrics.jsonl").open() if "eval/loss" in line
-        ][-1:]
-        assert json.loads((ground / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
-        assert merge.main([str(ground / "run"), "--output", str(ground / "merged")]) == 0
-        merged = AutoModelForMultimodalLM.from_pretrained(ground / "merged", dtype=torch.float32)
-        AutoImageProcessor.from_pretrained(ground / "merged")
-        prepared = prepare(config, to_train=False)
-        assert prepared.images is not None
-        text = prepared.tokenizer.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
-            tokenize=False, add_generation_prompt=True,
-        )  # fmt: skip
-        image = decode_image(file.read_bytes(), "")
-        inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
-        answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
-        [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert shown == wanted.strip()
+    more = {"vision__train": TRAINED[family], "output_dir": str(tmp_path / "run")}
+    config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
+    (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+    train_run(tmp_path, logging__report_to="none")
+    file = picture(tmp_path)
+    capsys.readouterr()
+    assert generate.main([str(tmp_path / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
+    shown = capsys.readouterr().out.strip()
+    assert evaluate.main([str(tmp_path / "run"), "--json", str(tmp_path / "eval.json")]) == 0
+    [held_out] = [
+        json.loads(line)["eval/loss"] for line in (tmp_path / "run/metrics.jsonl").open() if "eval/loss" in line
+    ][-1:]
+    assert json.loads((tmp_path / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
+    assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    AutoImageProcessor.from_pretrained(tmp_path / "merged")
+    prepared = prepare(config, to_train=False)
+    assert prepared.images is not None
+    text = prepared.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
+        tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    image = decode_image(file.read_bytes(), "")
+    inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+    answer = merged.generate(
+        **inputs.to(torch.float32), max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0
+    )
+    [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert shown == wanted.strip()
 
 
 def write_pairs(folder: Path, count: int) -> Path:
