@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,9 @@ from tests.vision import (
     store_dequantised_vision,
     write_vision_chats,
 )
+from trainer.checkpoint.finished_run import find_run
 from trainer.commands import evaluate, generate, inspect, merge
+from trainer.commands.export.__main__ import export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
 from trainer.data.image_parts import IMAGE, decode_image, read_stored
@@ -396,6 +399,11 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
     )
     [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert shown == wanted.strip()
+    problem = {"lora": "vision.train=lora: servers only apply", "projector": "lora.modules_to_save"}.get(
+        TRAINED[family]
+    )
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        export(find_run(tmp_path / "run"), "vllm", tmp_path / "exported")
 
 
 def write_pairs(folder: Path, count: int) -> Path:
