@@ -95,8 +95,9 @@ def generate_answers(
     """
     options = {"streamer": streamer, **sampling.arguments()}
     if images is not None:
-        accepted = inspect.signature(model.get_base_model().forward).parameters
-        options |= to_device(images.build_inputs(rows[0], accepted), model.device)
+        base = model.get_base_model()
+        accepted = inspect.signature(base.forward).parameters
+        options |= to_device(images.build_inputs(rows[0], accepted, base.dtype), model.device)
     prompts = [row[0].tolist() for row in rows]
     with nullcontext() if with_adapter else model.disable_adapter():
         texts = generate_texts(model, tokenizer, prompts, model.device, sampling.max_new_tokens, **options)

@@ -190,7 +190,7 @@ class DocumentEncoder:
         """Raise UserError for images in one answer of a pair, or with a model that is not trained on images."""
         images = {side.images for side in _sides(example) if isinstance(side, Turns)}
         if any(images) and self.images is None:
-            fix = "use a model of the table in docs/guide/vision.md with the packages it names, or remove the images"
+            fix = "use a model of docs/reference/vision-models.md with the package it names, or remove the images"
             raise UserError(f"{where}: has images, and this model is not trained on images; {fix}")
         if len(images) > 1:
             raise UserError(f"{where}: chosen and rejected have different images; keep only those of the prompt")

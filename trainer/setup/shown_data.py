@@ -31,6 +31,8 @@ SHOWN_DOCUMENTS = 2
 STREAM_EXAMPLES = 200
 # Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
+# Pixels along the longer side of an image in a terminal.
+DRAWN_PIXELS = 32
 
 
 def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
@@ -139,8 +141,10 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colors or not weight else f"⟦{part}⟧", style=style)
         for stored in (image for images in document.images for image in images):
-            width, height = decode_image(*(shown := read_stored(stored))).size
-            text.append(f"\n[image of {width} x {height} pixels {shown[1]}]", style="cyan")
+            image = decode_image(*(shown := read_stored(stored)))
+            text.append(f"\n[image of {image.width} x {image.height} pixels {shown[1]}]", style="cyan")
+            if colors:
+                text.append(_draw_image(image))
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
         text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
@@ -148,6 +152,18 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     fraction = trained_tokens / tokens if tokens else 0.0
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
+
+
+def _draw_image(image: Any) -> Text:
+    """Draw an image with half blocks, two pixels to a character."""
+    image.thumbnail((DRAWN_PIXELS, DRAWN_PIXELS))
+    text = Text()
+    for y in range(0, image.height, 2):
+        text.append("\n")
+        for x in range(image.width):
+            top, bottom = image.getpixel((x, y)), image.getpixel((x, min(y + 1, image.height - 1)))
+            text.append("▀", style=f"rgb{top} on rgb{bottom}".replace(", ", ","))
+    return text
 
 
 def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:

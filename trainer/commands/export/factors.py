@@ -32,6 +32,7 @@ from trainer.model.expert_layers import (
 )
 from trainer.model.older_names import map_saved_names
 from trainer.model.saved_adapter import check_separate_weights, load_adapter
+from trainer.model.targets import find_non_text_modules
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
@@ -65,11 +66,17 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
     `whole_groups`, unadapted layers next to adapted ones of q, k, v or gate, up get them too. Raises UserError for
-    anything but low-rank products.
+    anything but low-rank products, and for adapters of vision towers.
     """
     config = load_model_config(base_model, section)
     model = empty_model(config, section)
     factors = _read_by_path(folder, empty_model(config, section), model)
+    towers = tuple(f"{path}." for path in find_non_text_modules(model))
+    if any(path.startswith(towers) for path in factors):
+        raise UserError(
+            "vision.train=lora: servers only apply adapters of the language model; zerolora export --format hf writes "
+            "the merged model"
+        )
     factors |= _build_missing_parts(factors, model)
     if whole_groups:
         factors |= _build_missing_layers(factors, model)
