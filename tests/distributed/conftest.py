@@ -97,7 +97,8 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
 
 def environment() -> dict[str, str]:
     """What a user's shell would hold, for CPU ranks without a network."""
-    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     return {**os.environ, **changes}
 
 

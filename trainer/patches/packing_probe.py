@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
 from trainer.config import UserError
+from trainer.config.errors import one_line
 from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
 from trainer.data.samples import Sample
 from trainer.model.model_kind import supports_sdpa
@@ -60,8 +62,12 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
         batch = collate([sample], pad_token_id, packed=False, flat=False)
         return token_loss.compute_logits(model, batch, device)[0][0][: length - 1].float()
 
-    with _evaluation_mode(model):
-        change = compute_logits(changed) - compute_logits(tokens)
+    with _refusing(f"base_model={base_model}", "use a causal language model", model):
+        if model.config.get_text_config() is not model.config:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                compute_logits(tokens)  # Molmo2 needs more than tokens, but only in training
+        with _evaluation_mode(model):
+            change = compute_logits(changed) - compute_logits(tokens)
     if _compute_rms(change[:-1]) > _choose_tolerance(model) * _compute_rms(change[-1:]):
         raise UserError(
             f"base_model={base_model}: in {type(find_base_model(model)).__name__} tokens attend to later tokens, so "
@@ -86,11 +92,12 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
         probe = _Probe(token_loss, model, base, pad_token_id, device)
         if not probe.flat:
             pass_positions_to_masks(base)
-        current = probe.separate_documents()
-        longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
-        longer.flat = probe.flat
-        if not current and longer.differs_from_alone():
-            current = "documents of a pack have different logits than alone"
+        with _refusing("dataset.packing=true", "set dataset.packing: false", model):
+            current = probe.separate_documents()
+            longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
+            longer.flat = probe.flat
+            if not current and longer.differs_from_alone():
+                current = "documents of a pack have different logits than alone"
         if not current:
             return probe.flat
         problem = problem or current
@@ -310,6 +317,20 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"):
         yield
     model.train(training)
+
+
+@contextmanager
+def _refusing(setting: str, fix: str, model: Any) -> Iterator[None]:
+    """Raise UserError where the model's own code fails on the probe's tokens."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, DistError):
+        raise
+    except Exception as error:
+        name, message = type(find_base_model(model)).__name__, one_line(str(error))
+        raise UserError(
+            f"{setting}: the forward pass of {name} fails ({type(error).__name__}: {message}); {fix}"
+        ) from error
 
 
 def _compute_rms(change: torch.Tensor) -> float:

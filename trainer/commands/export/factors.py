@@ -182,22 +182,21 @@ class _StoredNames:
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
-        parameter = f"{path}.weight"
-        stored = self._stored(parameter)
-        return stored[0].removesuffix(".weight") if len(stored) == 1 else path
+        weight, stored = self._stored(f"{path}.weight")
+        if [value.shape for value in stored.values()] != [weight.shape]:
+            raise _unknown_to_servers(f"{path}: this checkpoint stores it as {', '.join(stored)}")
+        return next(iter(stored)).removesuffix(".weight")
 
     def _find_expert(self, holder: str, index: int, part: str) -> str:
         if holder not in self._expert_names:
             names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
             for name in expert_names(module):
-                for stored in self._stored(f"{holder}.{name}"):
-                    if ".experts." not in stored:
-                        raise UserError(
-                            f"{stored}: this checkpoint stores experts under a name for which no server is known to "
-                            "support adapters; zerolora export --format hf writes the merged model"
-                        )
+                for stored in self._stored(f"{holder}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
+                    is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
+                    if ".experts." not in stored or not is_known:
+                        raise _unknown_to_servers(f"{stored}: this checkpoint stores experts under this name")
                     for each in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[each][: 2 if name == GATE_UP else None]:
@@ -205,7 +204,8 @@ class _StoredNames:
             self._expert_names[holder] = names
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
-    def _stored(self, parameter: str) -> list[str]:
+    def _stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a parameter of the model, and the empty tensors as which checkpoints store it."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
@@ -213,4 +213,9 @@ class _StoredNames:
                 f"{parameter}: is not in the base; pass the base it was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
-        return list(self._revert(self._model, {parameter: empty}))
+        return weight, self._revert(self._model, {parameter: empty})
+
+
+def _unknown_to_servers(problem: str) -> UserError:
+    fix = "zerolora export --format hf writes the merged model"
+    return UserError(f"{problem}, and no server is known to apply adapters to that; {fix}")
