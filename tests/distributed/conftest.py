@@ -161,6 +161,7 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
             "output_dir",
             "base_model",
             "lora.adapter_path",
+            "dataset.cache_dir",
             "dataset.path",
             "dataset.evaluation.path",
             "scu.reference",
