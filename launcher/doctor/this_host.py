@@ -17,6 +17,7 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
+from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
@@ -180,7 +181,7 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     free = psutil.virtual_memory().available / GIB
     each = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
     needed, estimated = ranks * each, "by the estimate" if need else "before any model"
-    found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
+    found = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
     fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)
     try:

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.config.errors import format_count
 from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
@@ -119,7 +120,7 @@ class Output:
         """Print the warnings again, since the step lines have scrolled them out of view."""
         count = len(self.warnings)
         if count:
-            self.show(f"{count} warning{'s' * (count > 1)} of this run:")
+            self.show(f"{format_count(count, 'warning')} of this run:")
         for line in self.warnings[:MAX_REPEATED]:
             self.show(line)
         if count > MAX_REPEATED:
