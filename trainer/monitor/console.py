@@ -113,7 +113,7 @@ class Output:
         self._print(line, shown=is_warning or self._verbose or not self.is_starting)
 
     def show(self, line: str) -> None:
-        """Print a line to the console even before the first step, unless another adapter of the run has shown its own."""
+        """Print a line even before the first step, unless another adapter of the run has printed its own."""
         self._print(line, shown=self.shows_start or self._verbose)
 
     def repeat_warnings(self) -> None:
