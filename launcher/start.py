@@ -21,6 +21,7 @@ from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, find_lost_nodes
 from trainer.config import LoadedConfig, TrainingSection, UserError
+from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFile, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
@@ -142,7 +143,7 @@ class Attempts:
             if isinstance(reach, SshReach):
                 write_environment(self._logs / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
             device = " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
-            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{device}")
+            show(f"starting {format_count(command.ranks, 'rank')}{device}")
             # Prestarted ranks take part in the first attempt only.
             ranks = self._prestarted
             release = partial(ranks.release, arguments) if ranks is not None and ranks.is_waiting else None

@@ -21,6 +21,7 @@ from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.command_line import parse_override
+from trainer.config.errors import format_count
 from trainer.config.messages import setting_type
 from trainer.config.values import accepted_types
 from trainer.contract.default_ranks import visible_gpus
@@ -176,7 +177,7 @@ def combine_runs(
         if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"training {len(waiting)} runs as {len(groups)}, with up to {size} adapters each")
+    say(f"training {len(waiting)} runs as {len(groups)}, with up to {format_count(size, 'adapter')} each")
     return [Run(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 

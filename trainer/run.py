@@ -14,6 +14,7 @@ from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
+from trainer.config.errors import format_count
 from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, skipped_records
 from trainer.evaluation import Evaluation
@@ -238,8 +239,8 @@ class Run:
         patience, best = self.config.training.early_stopping, self.config.training.best_metric
         better, optimum = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {self.total_steps}: no {better} in {patience} "
-            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {optimum} is "
+            f"stopped early at step {position.step} of {self.total_steps}: no {better} in "
+            f"{format_count(patience or 0, 'evaluation')} (training.early_stopping={patience}); the {optimum} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
@@ -259,7 +260,7 @@ class Run:
         with self.folder.tolerate_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in self._count_skipped().items():
-            self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
+            self.say(f"{source}: skipped {format_count(count, 'record')} (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self._stopped:
             self.folder.print_resume_command(position.step)

@@ -36,7 +36,7 @@ from launcher.targets.hostfile import SSH, find_unreachable
 from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
-from trainer.config.errors import printable
+from trainer.config.errors import format_count, printable
 from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.json_records import MARK, Check
@@ -140,7 +140,7 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
 
 def check_ranks(command: Command) -> list[Check]:
     """Start the ranks as a run would, and let them test their connections."""
-    PROGRESS.show(f"starting {command.ranks} ranks to test their connections")
+    PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
     output, problem = _run(command, RANKS_PATIENCE_S)
     if output is None:
         return [Check("ranks", "FAIL", problem, f"run this yourself: {command.shell()}")]

@@ -17,6 +17,7 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
+from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
@@ -179,8 +180,8 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     failed_state: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
     per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
-    needed, estimated = ranks * per_rank, "by the estimate" if need else "without a model"
-    description = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
+    needed, estimated = ranks * per_rank, "by the estimate" if need else "before any model"
+    description = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
     fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
     try:

@@ -162,6 +162,7 @@ def _resolve(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
             "output_dir",
             "base_model",
             "lora.adapter_path",
+            "dataset.cache_dir",
             "dataset.path",
             "dataset.evaluation.path",
             "scu.reference",

@@ -73,7 +73,7 @@ class CheckpointManager:
         for warning in resumption.warnings:
             self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
-            self._say(f"note: {escape(note)}")
+            self._say.show(f"note: {escape(note)}")
 
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
@@ -89,7 +89,7 @@ class CheckpointManager:
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
-            self._say(f"note: {describe_finished(position.step, total_steps)}")
+            self._say.show(f"note: {describe_finished(position.step, total_steps)}")
         best, metric = position.best_step, training.compared_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():

@@ -135,6 +135,11 @@ def shown(value: Any, limit: int = 80) -> str:
     return _shorten(printable(text), limit)
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 step` or `2,400 steps`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True)
 class Mistake:
     """An invalid setting, shown as `setting=value: problem; fix (location)`."""

@@ -3,6 +3,7 @@
 import math
 
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
+from trainer.config.errors import format_count
 
 ENOUGH_STEPS = 100
 """Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
@@ -92,15 +93,16 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
     """Return a line such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
-        return f"{training.epochs:g} epochs of {samples or 0:,} samples; batch_size is chosen at the start"
+        return (
+            f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; batch_size is chosen at the start"
+        )
     if training.batch_size == AUTO:
         return f"{total:,}; batch_size is chosen at the start"
     size = global_batch(training, world_size)
     an_epoch = f" ({steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
-    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     return (
-        f"{total:,}{an_epoch}, {size:,} sample{'s' * (size > 1)} in each: batch_size {training.batch_size} x "
-        f"accumulation {training.gradient_accumulation_steps} x {ranks}"
+        f"{total:,}{an_epoch}, {format_count(size, 'sample')} in each: batch_size {training.batch_size} x "
+        f"accumulation {training.gradient_accumulation_steps} x {format_count(world_size, 'rank')}"
     )
 
 
@@ -139,15 +141,15 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
         fixes = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
         fixes += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(
-            f"{total} optimizer steps in total{first} ({samples:,} samples, {size} per step): too few to learn much; "
-            f"set {', or '.join(fixes)}"
+            f"{format_count(total, 'optimizer step')} in total{first} ({format_count(samples or 0, 'sample')}, {size} "
+            f"per step): too few to learn much; set {', or '.join(fixes)}"
         )
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
     if evaluates and training.eval_steps > total:
         compares = training.best_checkpoint or training.early_stopping is not None
         best = ", and best_checkpoint and early_stopping have no losses to compare" * compares
         warnings.append(
-            f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so it is not evaluated before "
-            f"its end{best}; use {max(1, total // 4)}"
+            f"training.eval_steps={training.eval_steps}: the run has {format_count(total, 'step')}, so it is not "
+            f"evaluated before its end{best}; use {max(1, total // 4)}"
         )
     return warnings

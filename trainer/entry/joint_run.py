@@ -97,6 +97,7 @@ class JointRun:
             quiet = apply_changes(config, {"logging.progress": "off"})
             run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
             run.say = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
+            run.say.shows_start = not self.runs
             self.runs.append(run)
 
     def train(self) -> None:
@@ -125,6 +126,7 @@ class JointRun:
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
                 run.folder.adapter_form(adapter_engine)
+            run.say.shows_start = True
         progress = self.config.logging.progress if self._ranks.is_main else "off"
         self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
         self._train_steps()

@@ -59,7 +59,8 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            return f"{'memory':<12} peak {format_gib(measured)}{'' if on_gpu else ' of the whole process'}, no estimate"
+            why = "this model has no estimate" if on_gpu else "of a whole process; only GPUs have an estimate"
+            return f"{'memory':<12} peak {format_gib(measured)} ({why})"
         error = measured / estimate.peak - 1
         return f"{'memory':<12} {format_gib(estimate.peak)} predicted, {format_gib(measured)} measured ({error:+.1%})"
 

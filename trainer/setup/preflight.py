@@ -44,7 +44,8 @@ def prepare(
     """
     if config.runs:
         check_output_folder(config)
-        return _join_prepared([name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
+        report(_describe_adapters(config))
+        return _join_prepared([name_adapter(prepare, run, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -52,6 +53,10 @@ def prepare(
     # A warm-up that is too long for one rank is also too long for more ranks, which need fewer steps.
     step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
+
+
+def _describe_adapters(config: RunConfig) -> str:
+    return f"checking the model {config.base_model} and the data of {len(config.runs)} adapters"
 
 
 def _join_prepared(adapters: Sequence[Prepared]) -> Prepared:
@@ -111,7 +116,8 @@ def prepare_to_resume(
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
-        results = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
+        report(_describe_adapters(config))
+        results = [name_adapter(prepare_to_resume, run, world_size, to_train=to_train) for run in config.runs]
         return _join_prepared([prepared for prepared, _ in results]), results[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
@@ -125,7 +131,7 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
         return
     from trainer.patches.installation import load_operators  # imports the operators
 
-    report("building the operators, unless they are cached")
+    report("loading the operators (built at their first use)")
     load_operators(config.ops.backend)
 
 

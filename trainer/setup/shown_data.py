@@ -10,7 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import printable
+from trainer.config.errors import format_count, printable
 from trainer.config.types import AUTO
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.batches import Batches
@@ -147,7 +147,7 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
                 text.append(_draw_image(image))
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
-        text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
+        text.append(f"\n──── and {format_count(more, 'more document')} in this pack ────", style="cyan")
     tokens, trained_tokens = len(sample.input_ids), sum(weight > 0 for weight in sample.trained)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     fraction = trained_tokens / tokens if tokens else 0.0

@@ -73,7 +73,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         build_metric(name, config.evaluation)
     reference = load_reference(config, files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
+    report(f"preparing the data {', '.join(map(str, paths))}")
     check = find_task(config).check_data
     data = tokenize(config, files, check=lambda stats: check(config, stats))
     check_images(config, data.stats)

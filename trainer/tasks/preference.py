@@ -20,6 +20,7 @@ from torch import nn
 
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import format_count
 from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.grouping import DataStats
@@ -300,7 +301,8 @@ class PreferenceTask(LanguageTask):
         loss = next(iter(config.preference.loss))
         check_answers(config, stats, LABELLED if loss == "kto" else PAIRS, partial(_check_labels, loss))
         if stats.margins:
-            return [f"warning: dataset: {stats.margins:,} pairs have a margin, which only task: reward uses"]
+            pairs = format_count(stats.margins, "pair")
+            return [f"warning: dataset: margins are ignored ({pairs}): only task: reward uses them"]
         return []
 
     @classmethod

@@ -15,6 +15,7 @@ from dataclasses import asdict
 import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
+from trainer.config.errors import format_count
 from trainer.contract.json_records import MARK, Check, State
 
 
@@ -31,7 +32,7 @@ def check_torch() -> Iterator[Check]:
         found = f"{built}: sees no GPU" + (" although a driver is installed" if has_card else "")
         yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return
-    yield Check("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
+    yield Check("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
 
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
@@ -56,7 +57,10 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
         builder.check()
     except BuildError as error:
         without = "" if needed == "FAIL" else "; PEFT's own forward is used instead"
-        yield Check("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
+        if needed == "OK":
+            yield Check("operators", "OK", f"not used without a GPU{without}")
+        else:
+            yield Check("operators", needed, f"{error}{without}", "ops.backend: peft")
         return
     yield Check("operators", "OK", f"compiled at the first start into {cache_folder()}; now: zerolora ops build")
 

@@ -14,6 +14,7 @@ from jinja2 import Template
 from rich.markup import escape
 
 from trainer.config import UserError
+from trainer.config.errors import format_count
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
@@ -94,7 +95,7 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
         if not (Path(run_dir) / DIFFUSERS).exists():
             if held_out:
-                commands.append(("measure", f"zerolora eval {folder}"))
+                commands.append(("evaluate", f"zerolora eval {folder}"))
             commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
         qat = config["training"].get("qat")
         commands.append(("merge", f"zerolora merge {folder}" + (f" --quantize {qat}" if qat else "")))
@@ -187,7 +188,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     if memory:
         shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(("time", str(timedelta(seconds=round(training_seconds(records)))), f"{steps:,.0f} steps"))
+    shown.append(("time", str(timedelta(seconds=round(training_seconds(records)))), format_count(round(steps), "step")))
     return shown
 
 

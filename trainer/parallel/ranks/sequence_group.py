@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import UserError, ZeroSection
+from trainer.config.errors import format_count
 from trainer.data.batches import SequencePart
 from trainer.parallel.ranks.group import Ranks, list_groups
 
@@ -25,7 +26,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
-            f"parallel.sequence={size}: does not divide the {world_size} rank{'s' * (world_size > 1)} of this run; "
+            f"parallel.sequence={size}: does not divide the {format_count(world_size, 'rank')} of this run; "
             f"use {' or '.join(map(str, divisors))}, or another number of ranks"
         )
     if zero.stage == 3:
