@@ -44,6 +44,8 @@ def sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
             option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
             raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
+        if option.removeprefix("--") in options:  # with a value it replaces ours
+            raise UserError(f"--sbatch {option}: must be {option}=VALUE; or use {option} of zerolora submit")
     return ["--requeue", "--open-mode=append", *arguments]
 
 
