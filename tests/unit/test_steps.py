@@ -168,7 +168,7 @@ def test_a_period_that_the_run_does_not_reach_is_warned_of(setting: str, period:
         return step_warnings(RunConfig.model_validate({"base_model": "m", "output_dir": "r"} | period | sections), 7, 1)
 
     (line,) = warn(60)
-    assert line.startswith(f"{setting}={6 if 'early' in setting else 61}: ") and "60" in line or "6 eval" in line
+    assert (line.startswith(f"{setting}={6 if 'early' in setting else 61}: ") and "60" in line) or "6 eval" in line
     assert warn(70) == []
     if setting in ("training.eval_steps", "training.early_stopping"):
         assert warn(60, held_out=0.0) == []

@@ -92,6 +92,7 @@ def test_impossible_numbers_are_refused(
     [
         ("--partition", ""), ("--qos", " "), ("--dependency", ""), ("--partition", "a\n#SBATCH --exclusive"),
         ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--sbatch", "--nodes"),
+        ("--sbatch", "-N"),
         ("--ranks-per-node", "4"),
     ],
 )  # fmt: skip

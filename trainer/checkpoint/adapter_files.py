@@ -126,7 +126,9 @@ class AdapterForm:
             in_file = map_saved_names(model, saved)
             names = {in_file[name]: trained[int(number)] for name, number in saved.items()}
             settings = (saved_in / SETTINGS).read_text(encoding="utf-8")
-        return cls(names, settings, {name: factors[name] for name in trained if name in factors}, model.get_base_model())
+        return cls(
+            names, settings, {name: factors[name] for name in trained if name in factors}, model.get_base_model()
+        )
 
     def check_loads(self, folder: Path) -> None:
         """Raise NotReloadable unless plain PEFT takes every tensor of a written adapter and misses none.

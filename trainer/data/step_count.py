@@ -163,9 +163,10 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
         periods.append(("image.sample_every", config.image.sample_every, "samples are only drawn at its start and end"))
     if config.scu.enabled:
         periods.append(("scu.every", config.scu.every, "lambda is never updated"))
+    length, fix = f"{total:,} step{'s' * (total > 1)}", f"use {max(1, total // 4)}"
     for name, steps, effect in periods:
         if steps > total and (name, steps) != ("training.save_steps", SAVE_STEPS):
-            yield f"{name}={steps}: the run has {total:,} steps, so {effect}; use {max(1, total // 4)}"
+            yield f"{name}={steps}: the run has {length}, so {effect}; {fix}"
     count = total // training.eval_steps if evaluates and training.eval_steps else 0
     if patience is not None and 0 < count <= patience:
         fix = f"use {max(1, count // 4)}, or a smaller training.eval_steps"

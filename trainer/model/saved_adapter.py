@@ -85,9 +85,8 @@ def load_adapter(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         prefix = misfit or f"{folder}: does not fit this base model"
-        raise UserError(f"{prefix}: {'; '.join(reason.strip().splitlines()[:2])}") from error
+        raise UserError(f"{prefix}: {_describe_misfit(error)}") from error
     return adapted if trainable else adapted.eval()
 
 
@@ -101,6 +100,12 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     in_file, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     _set_tensors(adapted, state)
+
+
+def _describe_misfit(error: Exception) -> str:
+    reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in reason.splitlines() if line.strip() and "Error(s) in loading" not in line]
+    return "; ".join(lines[:2])
 
 
 def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -125,8 +130,8 @@ def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str,
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
     try:
         _set_tensors(plain, state)
-    except (KeyError, RuntimeError) as error:  # another shape; PEFT looks up rows of new tokens
-        raise ValueError(" ".join(str(error).split())) from error
+    except (KeyError, RuntimeError) as error:  # PEFT looks up rows of new tokens; another shape
+        raise ValueError(_describe_misfit(error)) from error
 
 
 def _set_tensors(adapted: Any, state: dict[str, Tensor]) -> None:
