@@ -31,6 +31,8 @@ MIN_TRAINING_S = 30
 MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
 ARRAY_FORM = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
+_SHORT = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
+"""The short options of sbatch that have a value."""
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -44,6 +46,8 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
             option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
             raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
+        if option.removeprefix("--") in options or _SHORT.fullmatch(option):  # with a value it replaces ours
+            raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
     return ["--requeue", "--open-mode=append", *arguments]
 
 

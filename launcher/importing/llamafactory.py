@@ -118,7 +118,9 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.refuse("max_samples", "must be 1 or more; remove it to use all records")
-    if samples := [count for count in (entry.get("num_samples"), limit) if count and count > 0]:
+    if (own := entry.get("num_samples")) is not None and own < 1:
+        t.refuse(key, f"{name}: num_samples={own} must be 1 or more; remove it to use all records")
+    if samples := [count for count in (own, limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")

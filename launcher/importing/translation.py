@@ -343,7 +343,9 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` is any other key and empty values are
     dropped; or a tuple of kinds, of which the one that fits a map, list or scalar is used.
     """
+    forms = ""
     if isinstance(kind, tuple):
+        forms = " or a map" * any(isinstance(one, dict) for one in kind)
         form = next((form for form in (dict, list) if isinstance(value, form)), None)
         fitting = (item for item in kind if (isinstance(item, form) if form else not isinstance(item, (dict, list))))
         kind = kind[0] if form is None and not isinstance(value, str) else next(fitting, kind[0])
@@ -363,6 +365,7 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     except ValidationError as error:
         first, *others = map(describe_problem, error.errors(include_url=False))
         words = [other.removeprefix("must be ") for other in others if other.startswith("must be '")]
+        first = f"must be text{forms}" if forms and first.startswith("must be text") else first
         report(name, value, ", or ".join([first, *words]))
         return None
 

@@ -246,6 +246,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "m/model.safetensors": ("is a file; use the folder that holds it",),
     "/models/missing": ("no such folder (/",),
     "./missing": ("no such folder (",),
+    "missing.safetensors": ("no such file",),
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),

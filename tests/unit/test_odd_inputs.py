@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_b
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
+from trainer.commands.inspect import main as inspect
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
@@ -369,6 +371,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
     ("name", "content", "more", "line"),
     [
         ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
+        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is text, not a record with role and content"),
         ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
@@ -867,3 +870,41 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     find_run(run, allow_mismatch=True)
     line = "run.json, which records the base and the settings of the run, is missing or incomplete"
     assert capsys.readouterr().err == f"note: {run}: {line}; allowed by --allow-mismatch\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, ""),
+        ({"r": 8}, "does not fit this model: size mismatch for .*q_proj.lora_A"),
+        ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer, first .*k_proj"),
+        ({"use_dora": True}, r"14 tensors of the adapted model are not in the file"),
+        ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),
+        ({"lora_alpha": 0}, "lora_alpha: must be above 0"),
+    ],
+)
+def test_an_initial_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path, lora={"target_modules": ["all-linear"]})
+    settings = run_dir / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"exclude_modules": "lm_head"} | changes))
+    ground = make_ground(tmp_path)
+    with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
+        words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_standard_input_without_a_prompt_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n \n"))
+    assert generate.main([str(run_dir)]) == 2
+    assert "PROMPT: missing" in capsys.readouterr().err
+
+
+def test_options_of_which_one_has_no_effect_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        inspect([str(make_ground(tmp_path) / "base.yaml"), "--step", "1", "--examples", "2"])
+    assert "--examples: not allowed with argument --step" in capsys.readouterr().err

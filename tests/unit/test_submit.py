@@ -91,7 +91,9 @@ def test_impossible_numbers_are_refused(
     "options",
     [
         ("--partition", ""), ("--qos", " "), ("--dependency", ""), ("--partition", "a\n#SBATCH --exclusive"),
-        ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--ranks-per-node", "4"),
+        ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--sbatch", "--nodes"),
+        ("--sbatch", "-N"),
+        ("--ranks-per-node", "4"),
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(config: Path, options: tuple[str, str]) -> None:

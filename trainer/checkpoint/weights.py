@@ -39,7 +39,7 @@ def write_adapter(
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
     difference from it, which fits the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
-    zero although `must_have_moved`.
+    zero although `must_have_moved`; NotReloadable if plain PEFT would not load it whole.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -53,6 +53,7 @@ def write_adapter(
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
+    form.check_loads(folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -176,7 +176,8 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 
 def read_stdin_prompts(terminal: bool) -> Iterator[str]:
-    """Yield prompts from standard input until its end or Ctrl-C."""
+    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError for a file without one."""
+    found = terminal
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
@@ -185,12 +186,15 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
         try:
             line = sys.stdin.readline()
         except KeyboardInterrupt:
-            line = ""
+            line, found = "", True
         if not line:
             if terminal:
                 print(file=sys.stderr)
+            if not found:
+                raise UserError("PROMPT: missing, and standard input has none; pass one, or write one on each line")
             return
         if prompt := line.removeprefix("\ufeff").strip():
+            found = True
             yield prompt
 
 
@@ -285,4 +289,5 @@ def main(argv: list[str] | None = None) -> None:
                 console.print(Text(f"> {printable(format_prompt(prompt))}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
-        raise UserError(f"{len(failed)} prompts were not answered; see above")
+        were = "prompt was" if len(failed) == 1 else "prompts were"
+        raise UserError(f"{len(failed)} {were} not answered; see above")

@@ -22,8 +22,9 @@ from trainer.setup.kinds import find_model_kind
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora inspect", description="Show examples with trained tokens in color.")
     parser.add_config()
-    parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
-    parser.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
+    shown.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):

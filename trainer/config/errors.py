@@ -103,6 +103,8 @@ def describe_problem(found: ErrorDetails) -> str:
     """Describe pydantic's error by the values that the setting accepts."""
     if found["type"] == "string_type" and isinstance(found["input"], (list, dict)):
         return f"must be text, not a {'list' if isinstance(found['input'], list) else 'map'}"
+    if found["type"] == "string_type" and isinstance(found["input"], bool):
+        return f"must be text, not {str(found['input']).lower()}"
     if template := PROBLEMS.get(found["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value

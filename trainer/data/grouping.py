@@ -254,9 +254,11 @@ def _build_samples(
 def _no_targets_error(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
     if not figures["truncated"][records].any():
         roles = ", ".join(section.train_on)
+        renamed = any(source.roles for source in (section, *section.mix))
+        fix = f"{'correct dataset.roles, ' * renamed}use other roles, or all, or remove empty records"
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
-            "use other roles, or all, or remove empty records; `zerolora inspect` shows them"
+            f"{fix}; `zerolora inspect` shows them"
         )
     length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {label}"
     if section.too_long == "drop":

@@ -116,8 +116,7 @@ def apply_adapter(
     if task_type and has_score(model.config):
         task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
     if lora.adapter_path:
-        misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
-        adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
+        adapted = load_initial_adapter(model, lora)
     else:
         token_ids = {path: added_token_ids for path in find_token_layers(model, lora)} if added_token_ids else None
         targets, excluded = resolve_targets(model, lora), build_exclusion_pattern(model, lora)
@@ -140,6 +139,12 @@ def apply_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
+    """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if it does not fit."""
+    misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
+    return load_adapter(model, str(lora.adapter_path), misfit=misfit, trainable=True, dropout=lora.dropout)
 
 
 def apply_adapters(

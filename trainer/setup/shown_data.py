@@ -148,7 +148,7 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
         text.append(f"\n──── and {format_count(more, 'more document')} in this pack ────", style="cyan")
-    tokens, trained_tokens = len(sample.input_ids), sum(weight > 0 for weight in sample.trained)
+    tokens, trained_tokens = len(sample.input_ids), _count_targets(documents)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     fraction = trained_tokens / tokens if tokens else 0.0
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
@@ -173,7 +173,12 @@ def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
         documents=len(documents),
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(weight > 0 for document in documents for weight in document.trained[1:]),
+        target_tokens=_count_targets(documents),
         max_length=data.max_length,
         prompt_text=data.prompt_text,
     )
+
+
+def _count_targets(documents: Iterable[Sample]) -> int:
+    """Count the tokens with loss; the first token of a document is never predicted."""
+    return sum(weight > 0 for document in documents for weight in document.trained[1:])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, UserError
+from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import shown
 from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
@@ -16,7 +17,7 @@ from trainer.data.prompt_files import sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
-from trainer.model.adapter import check_added_tokens, list_bias_warnings
+from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_initial_adapter
 from trainer.model.base import (
     check_weights,
     context_length,
@@ -155,6 +156,9 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
+    initial = read_initial_adapter(config)
+    if initial and initial.get("init_lora_weights", True) is True:  # others compute with the weights
+        load_initial_adapter(empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
 
