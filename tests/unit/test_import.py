@@ -313,8 +313,8 @@ def test_images_are_imported_for_models_that_read_them() -> None:
     config, text = imported(AXOLOTL.replace("org/small-llama", "org/Qwen2.5-VL-7B") + switches)
     assert config.dataset.format == "messages" and config.vision.train == "none"
     assert "only answers are trained on" in " ".join(text.split())
-    for unread in ("org/llava-1.5-7b-hf", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
-        assert f"theirs.yml:1: base_model={unread}: images are" in refused(
+    for unread in ("org/GLM-4.6V-Flash", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
+        assert f"theirs.yml:1: base_model={unread}: is not trained on images" in refused(
             AXOLOTL.replace("org/small-llama", unread) + switches
         )
     assert "datasets" in refused(AXOLOTL.replace("org/tales", "org/text-audio") + switches)
@@ -327,7 +327,7 @@ def test_images_are_imported_for_models_that_read_them() -> None:
     assert (config.dataset.min_pixels, config.dataset.max_pixels, config.vision.train) == (800, 9000, "lora")
     config, _ = imported(pictures.replace("org/small", "org/gemma-3-4b"))
     assert config.dataset.max_pixels is None
-    assert "model_name_or_path=org/MOSS-VL: images are" in refused(pictures.replace("org/small", "org/MOSS-VL"))
+    assert "model_name_or_path=org/MOSS-VL: is not trained on images" in refused(pictures.replace("org/small", "org/MOSS-VL"))
 
 
 def test_axolotls_batch_size_becomes_accumulation() -> None:
