@@ -101,6 +101,11 @@ def set_training(t: Translation) -> None:
     elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
         t.put("training.min_lr_ratio", min_ratio, "cosine_min_lr_ratio")
+    if (total := t.get("batch_size")) and t.get("gradient_accumulation_steps"):
+        t.refuse("batch_size", "gradient_accumulation_steps is set as well; remove one of them")
+    elif total:
+        steps = max(1, total // max(1, t.get("micro_batch_size", 1)))
+        t.put("training.gradient_accumulation_steps", steps, "batch_size")
     common.set_warmup(t)
     common.set_precision(t)
     checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
@@ -121,7 +126,7 @@ def set_saves_and_evaluations(t: Translation) -> None:
 
 def set_data(t: Translation) -> None:
     """Set the sources, the sequence length, packing and the held-out data."""
-    refuse_vision(t)
+    check_media(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
         (at, entry), *others = list_entries(t, "pretraining_dataset")
@@ -157,13 +162,15 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
     return [(at, {"path": entry} if isinstance(entry, str) else entry) for at, entry in named]
 
 
-def refuse_vision(t: Translation) -> None:
-    """Report an error for data with images or audio."""
+def check_media(t: Translation) -> None:
+    """Report an error for audio, and for images if the model is not trained on images here."""
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
-    if t.get("processor_type") and t.get("skip_prepare_dataset"):
-        t.refuse("processor_type", common.VISION)
-    elif re.search(r"(?<![a-z])(llava|images?|vision|audio|vqa|librispeech)(?![a-z])", paths):
+    has_processor = t.get("processor_type") and t.get("skip_prepare_dataset")
+    if re.search(r"(?<![a-z])(audio|librispeech)(?![a-z])", paths):
         t.refuse("datasets", common.VISION)
+    elif has_processor or re.search(r"(?<![a-z])(llava|images?|vision|vqa)(?![a-z])", paths):
+        common.check_images(t, "base_model")
+        t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
+UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
+"""A pattern of the names of models that are trained on text only here."""
 NO_DATA = "set it to the data to train on"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
@@ -67,6 +69,12 @@ def check_model(t: Translation, name: str) -> None:
     model = str(t.get(name, ""))
     if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
         t.refuse(name, f"its weights are in {match.group(1)}; use the 16-bit model")
+
+
+def check_images(t: Translation, name: str) -> None:
+    """Refuse models by their name if they are not trained on images here."""
+    if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
+        t.refuse(name, REASONS["images"])
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:

@@ -113,8 +113,10 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs; use data with ranking: true", "kto": "has no labels; use data with kto_tag"}
         t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
-    if {"images", "videos", "audios"} & columns.keys():
+    if {"videos", "audios"} & columns.keys():
         t.refuse(key, f"{name}: {common.VISION}")
+    if "images" in columns:
+        set_images(t)
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.refuse("max_samples", "must be 1 or more; remove it to use all records")
@@ -129,7 +131,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         theirs = (
             {"instruction": "prompt", "input": "query"} if formatting == "alpaca" else {"conversations": "messages"}
         )
-        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools")}
+        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools", "images")}
         fields = {ours: columns[key] for ours, key in theirs.items() if columns.get(key, ours) != ours}
         return source | {"format": "preference", **({"fields": fields} if fields else {})}
     if formatting in ("alpaca", "sharegpt", "openai"):
@@ -138,6 +140,17 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
     t.refuse(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
+
+
+def set_images(t: Translation) -> None:
+    """Set the size of images, and whether the vision tower is adapted."""
+    common.check_images(t, "model_name_or_path")
+    if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # others have one size
+        t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
+        if smallest := t.get("image_min_pixels"):
+            t.put("dataset.min_pixels", smallest, "image_min_pixels")
+    if t.get("freeze_vision_tower") is False:
+        t.put("vision.train", "lora", "freeze_vision_tower")
 
 
 def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
@@ -185,7 +198,7 @@ def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict
         form = "sharegpt"
     theirs = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
     names: dict[str, str] = dict(zip(TURNS[form], theirs, strict=True))
-    names |= {key: columns[key] for key in ("system", "tools") if key in columns}
+    names |= {key: columns[key] for key in ("system", "tools", "images") if key in columns}
     roles = {ours: [tags[tag]] for ours, (tag, *known) in ROLES.items() if tags.get(tag, ours).lower() not in known}
     fields = {key: name for key, name in names.items() if name != key}
     return {"format": form, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}

@@ -86,7 +86,8 @@ INFO = {
         "columns": {"messages": "turns", "tools": "tools"},
         "tags": {"role_tag": "role", "content_tag": "text", "user_tag": "user", "assistant_tag": "robot"},
     },
-    "pictures": {"file_name": "p.json", "columns": {"images": "images"}},
+    "pictures": {"file_name": "p.json", "formatting": "sharegpt", "columns": {"images": "photos"}},
+    "speeches": {"file_name": "s.json", "columns": {"audios": "audios"}},
     "choices": {"file_name": "c.json", "ranking": True},
 }
 
@@ -247,10 +248,6 @@ def test_prompts_and_texts_of_axolotl() -> None:
     ("change", "line"),
     [
         ("rl: grpo\n", "theirs.yml:40: rl=grpo: only the losses"),
-        (
-            "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
-            "theirs.yml:40: processor_type=AutoProcessor: ",
-        ),
         ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not supported"),
     ],
 )
@@ -305,10 +302,38 @@ def test_llama_factorys_other_kinds() -> None:
     whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
     assert whole.adapter == "none"
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
-    assert "pictures: data with images" in refused(FACTORY.replace("pairs, talks", "pictures"))
+    assert "speeches: data with video or audio" in refused(FACTORY.replace("pairs, talks", "speeches"))
     assert "stage=ppo: must be sft, pt" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is missing" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
+
+
+def test_images_are_imported_for_models_that_read_them() -> None:
+    switches = "processor_type: AutoProcessor\nskip_prepare_dataset: true\nremove_unused_columns: false\n"
+    config, text = imported(AXOLOTL.replace("org/small-llama", "org/Qwen2.5-VL-7B") + switches)
+    assert config.dataset.format == "messages" and config.vision.train == "none"
+    assert "only answers are trained on" in " ".join(text.split())
+    for unread in ("org/GLM-4.6V-Flash", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
+        assert f"theirs.yml:1: base_model={unread}: is not trained on images" in refused(
+            AXOLOTL.replace("org/small-llama", unread) + switches
+        )
+    assert "datasets" in refused(AXOLOTL.replace("org/tales", "org/text-audio") + switches)
+
+    pictures = FACTORY.replace("pairs, talks", "pictures")
+    config, _ = imported(pictures.replace("org/small", "org/Qwen3-VL-4B"))
+    assert (config.dataset.fields, config.dataset.max_pixels) == ({"images": "photos"}, 768 * 768)
+    sizes = "image_max_pixels: 9000\nimage_min_pixels: 800\nfreeze_vision_tower: false\n"
+    config, _ = imported(pictures.replace("org/small", "org/Qwen3-VL-4B") + sizes)
+    assert (config.dataset.min_pixels, config.dataset.max_pixels, config.vision.train) == (800, 9000, "lora")
+    config, _ = imported(pictures.replace("org/small", "org/gemma-3-4b"))
+    assert config.dataset.max_pixels is None
+    assert "model_name_or_path=org/MOSS-VL: is not trained on images" in refused(pictures.replace("org/small", "org/MOSS-VL"))
+
+
+def test_axolotls_batch_size_becomes_accumulation() -> None:
+    whole = AXOLOTL.replace("gradient_accumulation_steps: 3", "batch_size: 20")
+    assert imported(whole)[0].training.gradient_accumulation_steps == 4
+    assert "batch_size=20: gradient_accumulation_steps is set as well" in refused(AXOLOTL + "batch_size: 20\n")
 
 
 def test_llama_factorys_second_layout_is_refused() -> None:

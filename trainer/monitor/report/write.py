@@ -3,7 +3,7 @@
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import build_charts, render_chart, render_template
-from trainer.monitor.report.curves import HeldOut, extract_series, find_unit
+from trainer.monitor.report.curves import HeldOut, extract_scores, extract_series, find_unit
 from trainer.monitor.report.recorded import (
     changed_settings,
     hub_name,
@@ -72,14 +72,14 @@ def write_report(run_dir: Path) -> Path:
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_subtitle(config, run),
         tiles=build_tiles(records, run),
-        figures=[render_chart(chart) for chart in shown if chart.wide],
+        figures=[render_chart(chart) for chart in shown if chart.wide or chart.leading],
         answers=_answers(run_dir),
         pictures=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[render_chart(chart) for chart in shown if not chart.wide],
+        details=[render_chart(chart) for chart in shown if not (chart.wide or chart.leading)],
         tables=[(title, rows) for title, rows in tables if rows],
         times=_long_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
@@ -217,23 +217,10 @@ def build_summary_tables(
         shown = templates.items() if recorded.get(title, True) else ()
         rows = [(Template(name).render(context), Template(text).render(context)) for name, text in shown]
         if title == "Results":
-            rows += _score_rows(records, names)
+            scores = extract_scores(records).items()
+            rows += [(name, f"before {base:.4f}, after {each.values[-1]:.4f}") for name, (base, each) in scores]
         tables.append((title, [row for row in rows if row[1]]))
     return [(title, rows) for title, rows in tables if rows]
-
-
-def _score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return rows for the metrics, other than the loss, measured before and after training."""
-    scores = {
-        name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
-        for name in names
-        if name.startswith("base/")
-    }
-    return [
-        (name, f"before {base[0]:.4f}, after {after[-1]:.4f}")
-        for name, (base, after) in scores.items()
-        if base and after
-    ]
 
 
 def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
