@@ -305,7 +305,7 @@ def test_llama_factorys_other_kinds() -> None:
     assert "speeches: data with video or audio" in refused(FACTORY.replace("pairs, talks", "speeches"))
     assert "stage=ppo: must be sft, pt" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is missing" in refused(FACTORY.replace("pairs, talks", "nobody"))
-    assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
+    assert "no elsewhere/dataset_info.json in the folder" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
 
 def test_images_are_imported_for_models_that_read_them() -> None:
