@@ -50,7 +50,7 @@ def test_help_lists_every_subcommand(folder: Path) -> None:
 def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     result = zerolora("train", "c.yaml", "seed=7", "--dry-run", "--master-port", "29400", cwd=folder)
     assert result.returncode == 0
-    assert result.stderr == "note: model and data were not checked; `zerolora validate` does that\n"
+    assert result.stderr == "note: model and data were not checked; to check them, run `zerolora validate`\n"
     assert result.stdout.startswith("PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
     assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]

@@ -148,7 +148,7 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 
 
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
-    assert refuse("init", "--model", "") == "error: --model: must not be empty; write a value, or leave it out"
+    assert refuse("init", "--model", "") == "error: --model: must not be empty; pass a value, or omit the option"
     assert not list(tmp_path.iterdir())
 
 
@@ -484,11 +484,11 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; use that of dataset_info.json"),
-        ("import a.yaml --dataset-dir .", "--dataset-dir .: only LLaMA-Factory has one; remove it"),
+        ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; pass the folder"),
+        ("import a.yaml --dataset-dir .", "--dataset-dir .: not supported for Axolotl; remove it"),
         ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line that begins with dashes"),
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
-        ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: fits the file to a model and data; pass both with"),
+        ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: needs a model and data"),
         ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
         ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write several"),
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
@@ -757,10 +757,10 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
         ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
         ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),
-        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2 or 3"),
+        ("attn_implementation: nope\n", "attn_implementation=nope: must be eager, sdpa, flash_attention_2 or _3"),
         ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
         ("rl: dpo\nrpo_alpha: -1\n", "rpo_alpha=-1: must be 0 or more"),
-        ("test_datasets: [{path: e, type: alpaca}]\nval_set_size: 0.1\n", "val_set_size=0.1: test_datasets is given"),
+        ("test_datasets: [{path: e, type: alpaca}]\nval_set_size: 0.1\n", "val_set_size=0.1: test_datasets is also"),
         ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is also set; remove one of them"),
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (
@@ -778,7 +778,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ),
         ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add one after it"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
-        ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is set as"),
+        ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is also set"),
     ],
 )
 def test_values_that_another_trainer_refuses_are_refused(text: str, line: str, tmp_path: Path) -> None:
@@ -818,7 +818,7 @@ def test_muon_of_llamafactory_replaces_its_optimizer(tmp_path: Path) -> None:
 
 def test_a_length_of_trl_without_a_limit_is_reported() -> None:
     words = "trl sft --model_name_or_path m --dataset_name d --max_length None"
-    assert "TRL truncates no texts" in dict(translate_arguments(words.split()).different)["max_length"]
+    assert "TRL would not truncate" in dict(translate_arguments(words.split()).different)["max_length"]
 
 
 def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> None:

@@ -201,5 +201,5 @@ def test_impossible_requests_are_refused(
     assert tailor([*words, "--model", "./nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: base_model=./nowhere: ")
     assert not Path("never.yaml").exists()
-    with pytest.raises(UserError, match="pass both with --model and --data"):
+    with pytest.raises(UserError, match="add --model and --data"):
         init(model="m", gpus=2)
