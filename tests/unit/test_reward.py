@@ -152,7 +152,7 @@ def test_margins_are_read_from_the_records(ground: Path, tmp_path: Path) -> None
             assert batch.margins.tolist() == [margin for sample in samples for margin in sample.margins]
             assert packing or batch.margins.tolist() == list(MARGINS * 4)
     prepared = prepare(configure(ground, task="preference", dataset__max_length=192))
-    assert "warning: dataset: 12 pairs have a margin, which only task: reward uses" in prepared.notes
+    assert any("margins are ignored (12 pairs)" in note and "task: reward" in note for note in prepared.notes)
 
 
 def test_eval_measures_rewards(ground: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
