@@ -33,7 +33,7 @@ PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"),
         ("gemma3", "mistral3", "internvl", "llama4", "lfm2_vl", "llava", "pixtral"), ("multi_modal_projector",)
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ("connector",)),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), ("embed_vision",)),
+    "gemma4": ("embed_vision",),
 }
 """What maps image features to embeddings."""
 COLORS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
@@ -135,10 +135,6 @@ PROCESSORS: dict[str, Family] = dict.fromkeys(
         {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}, named=False,
     ),
 }  # fmt: skip
-PROCESSORS["gemma4_unified"] = replace(
-    PROCESSORS["gemma4"],
-    images={**PROCESSORS["gemma4"].images, "image_processor_type": "Gemma4UnifiedImageProcessor"},
-)
 PROCESSORS["pixtral"] = replace(
     PROCESSORS["mistral3"], processor={**PROCESSORS["mistral3"].processor, "processor_class": "PixtralProcessor"}
 )
@@ -152,7 +148,7 @@ for name, kind in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3")):
          "max_image_size": {"longest_edge": 28}},
         {"image_seq_len": 1}, named=False,
     )  # fmt: skip
-WITH_TORCHVISION = ("gemma4_unified", "mistral3", "pixtral", "llama4", "lfm2_vl")
+WITH_TORCHVISION = ("mistral3", "pixtral", "llama4", "lfm2_vl")
 NO_VISION = "transformers reads its images with torchvision, which is not installed"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -174,11 +170,6 @@ def _settings(family: str, ids: Mapping[str, int]) -> dict[str, Any]:
         more = {"vocab_size": 400, "vocab_size_per_layer_input": 400, "use_bidirectional_attention": "vision"}
         vision = own["vision_config"] | {"pooling_kernel_size": 2}
         return own | {"text_config": own["text_config"] | more, "vision_config": vision} | tokens
-    if family == "gemma4_unified":
-        text |= {name: MULTIMODAL["gemma4"]["text_config"][name] for name in ("layer_types", "global_head_dim")}
-        vision = {"patch_size": 14, "pooling_kernel_size": 2, "mm_embed_dim": 32, "output_proj_dims": 32}
-        tokens = {f"{name}_id": ids[name] for name in GEMMA_4}
-        return {"text_config": text | {"sliding_window": 16}, "vision_config": vision, "audio_config": None} | tokens
     if family == "mistral3":
         own = MULTIMODAL[family]
         vision = own["vision_config"] | {"image_size": 112}

@@ -27,11 +27,11 @@ from trainer.parallel.ranks.group import gather_objects
 REPORT_INTERVAL = 100
 
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4",
-    "gemma4_unified", "mistral3", "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
+    "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava",
 )  # fmt: skip
 """Supported model types; tests compare their losses with transformers and PEFT."""
-TORCHVISION_ONLY = ("gemma4_unified", "llama4", "lfm2_vl")
+TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 """Model types whose images transformers can only read with torchvision."""
 
 
