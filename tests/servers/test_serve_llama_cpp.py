@@ -1,4 +1,4 @@
-"""`zerolora serve --server llama.cpp` with llama.cpp's own server: its API gives the tokens of transformers with PEFT."""
+"""`zerolora serve --server llama.cpp` with llama.cpp's own server: its API gives the tokens of PEFT."""
 
 import os
 import subprocess
