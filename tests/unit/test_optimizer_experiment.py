@@ -11,6 +11,7 @@ from tests.bench.optimizer_experiment import (
     best_rate,
     by_rate,
     rate_beyond,
+    replace_optimizers,
     settings,
     spread,
     table,
@@ -44,6 +45,17 @@ def test_intervals_are_students() -> None:
 
 def test_a_rate_counts_once_all_seeds_are_there() -> None:
     assert list(by_rate(FOUND, "lion")) == [3e-5, 1e-4] and best_rate(FOUND, "adamw") == 1e-3
+
+
+def test_a_run_of_some_optimizers_replaces_theirs() -> None:
+    about = {"steps": 100, "machine": "one", "commit": "a1"}
+    added = about | measured({("lion", 1e-4): [0.5] * 3}) | {"times": {"lion": {"step_ms": 9.0}}, "commit": "b2"}
+    found = replace_optimizers(about | FOUND, added)
+    assert list(by_rate(found, "adamw")) == [3e-4, 1e-3, 3e-3]
+    assert by_rate(found, "lion") == {1e-4: {1: 0.5, 2: 0.5, 3: 0.5}}
+    assert found["times"]["lion"]["step_ms"] == 9.0 and found["machine"] == "one; lion: one, commit b2"
+    with pytest.raises(SystemExit, match="50 steps"):
+        replace_optimizers(about | FOUND, added | {"steps": 50})
 
 
 @pytest.mark.parametrize(

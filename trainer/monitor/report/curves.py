@@ -64,7 +64,7 @@ def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
     """Return the scores that were measured of the base too: name -> the base's value, and the series of the adapter."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
     pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
-    return {name: (float(base.values[0]), scores) for name, (base, scores) in pairs.items() if len(base) and len(scores)}
+    return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}
 
 
 @dataclass(frozen=True)
