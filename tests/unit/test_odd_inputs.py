@@ -491,7 +491,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: needs a model and data"),
         ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
         ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write several"),
-        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot empty; it has 0 to 1"),
+        ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; use 0 to 1"),
         (
             "config d.jsonl",
             "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; write settings",
