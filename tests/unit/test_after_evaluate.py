@@ -13,7 +13,7 @@ from tests.tiny import write_chats
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate
-from trainer.commands.evaluate import bootstrap, held_out_samples, row_losses
+from trainer.commands.evaluate import bootstrap, compute_row_losses, load_held_out_samples
 from trainer.config import UserError
 from trainer.data.batches import collate
 from trainer.data.samples import Sample, split_documents
@@ -21,7 +21,7 @@ from trainer.patches.loss_head import TokenLoss
 
 
 def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    samples, _ = held_out_samples(run, tokenizer, data, split)
+    samples, _ = load_held_out_samples(run, tokenizer, data, split)
     return [document for sample in samples for document in split_documents(sample)]
 
 
@@ -64,8 +64,10 @@ def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(r
     model = load_trained(run, tokenizer, torch.device("cpu"))
     documents = held_out_documents(run, tokenizer, None, None)
     assert len({len(document.input_ids) for document in documents}) > 2
-    sums = row_losses(model, collate(documents, 0, packed=False, flat=False))
-    alone = [row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents]
+    sums = compute_row_losses(model, collate(documents, 0, packed=False, flat=False))
+    alone = [
+        compute_row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents
+    ]
     np.testing.assert_allclose(sums.numpy(), alone, rtol=5e-7)  # in 32 bits, other shapes of the same products
     with torch.no_grad():
         # As the trainer measures a pack: one row, positions restarting, no mask.

@@ -120,7 +120,7 @@ def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("output", [".", "..", "/"])
 def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"not the name of a new folder"):
+    with pytest.raises(UserError, match=r"is not a folder name"):
         check_output(Path(output))
 
 

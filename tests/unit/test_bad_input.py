@@ -393,7 +393,7 @@ def test_a_full_disk_is_noticed_before_training(
         line = refused_line(lambda: prepare(["config.yaml", f"output_dir={full}/run"]), full, capsys)
     finally:
         subprocess.run(["umount", str(full)], check=True)
-    assert f"output_dir={full}/run: 0.00 GiB free" in line and "make room" in line
+    assert f"output_dir={full}/run: 0.00 GiB free" in line and "free some space" in line
 
 
 def test_train_reports_the_mistakes_of_the_checks(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
     if free_gib < MIN_FREE_GIB:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, but checkpoints need at least "
-            f"{MIN_FREE_GIB}; make room"
+            f"{MIN_FREE_GIB}; free some space"
         )
 
 

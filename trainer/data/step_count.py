@@ -88,7 +88,7 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
-def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
+def describe_steps(training: TrainingSection, samples: int | None, world_size: int) -> str:
     """Return a line such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
@@ -119,7 +119,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
         )
 
 
-def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
+def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
     """Return warnings about settings that do not fit the number of steps. Raises UserError for an overlong schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)
