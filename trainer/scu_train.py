@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, open_log, parse, resumed_settings
+from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, load_resumed_settings, open_log, parse
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_rank_variables
@@ -48,7 +48,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
         if getattr(options, flag):
             option = f"--{flag.replace('_', '-')}"
             raise UserError(f"{option}: needs no ranks; run `zerolora scu-train {option}`")
-    tree = resumed_settings(options)
+    tree = load_resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None
         if data is None:

@@ -171,7 +171,7 @@ BAD_FOLDERS = [
     (evaluate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
     (generate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
     (merge, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
-    *[(module, "cut adapter", "adapter_model.safetensors is cut short") for module in ALL],
+    *[(module, "cut adapter", "adapter_model.safetensors is truncated") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[
         (module, "changed adapter", "adapter_model.safetensors is damaged: .*its newest checkpoint is")

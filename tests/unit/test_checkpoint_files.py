@@ -208,7 +208,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("cut", "adapter_model.safetensors is cut short"),
+        ("cut", "adapter_model.safetensors is truncated"),
         ("pickle", "adapter_model.safetensors is not a safetensors file"),
         ("torch", "adapter_model.safetensors is not a safetensors file"),
         ("header", "adapter_model.safetensors "),

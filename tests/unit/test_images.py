@@ -113,7 +113,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
         ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
-        ("task=language", "holds an image model; set task: auto"),
+        ("task=language", "contains an image model; set task: auto"),
     ],
 )
 def test_what_cannot_work_is_one_line(root: Path, override: str, line: str) -> None:

@@ -122,7 +122,7 @@ def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_pa
     with pytest.raises(UserError, match=r"sd\.safetensors: has weights without settings.*model\.pipeline"):
         read_pipeline(str(file), ModelSection())
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:200])
-    with pytest.raises(UserError, match="cut short"):
+    with pytest.raises(UserError, match="truncated"):
         read_pipeline(str(tmp_path / "cut.safetensors"), ModelSection())
 
 

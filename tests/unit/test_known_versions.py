@@ -63,7 +63,7 @@ def _others(*but: str) -> dict[str, str]:
     return {name.replace("-", "_"): tested[-1] for name, tested in KNOWN.items() if name not in but}
 
 
-@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report it")])
+@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report this")])
 def test_a_missing_private_name_is_one_line_with_library_and_version(
     version: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,7 @@ def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFile
             r"dataset.path=nope://bucket/a.jsonl: cannot be used \(ValueError: .*; use one of",
         ),
         ("dataset.path=abfs://bucket/a.jsonl", "needs adlfs, which is not installed; pip install adlfs"),
-        ("output_dir=https://example.com/run", "is a URL; use a folder, or a place on an object store"),
+        ("output_dir=https://example.com/run", "is not the URL of an object store; use a folder"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_named(

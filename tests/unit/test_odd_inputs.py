@@ -556,7 +556,7 @@ def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path)
         prepare(load_config(ground / "base.yaml").config)
     file = ground / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
-    with pytest.raises(UserError, match=r"no model can be built from config.json"):
+    with pytest.raises(UserError, match=r"config.json is unusable"):
         prepare(load_config(ground / "base.yaml").config)
 
 
@@ -589,7 +589,7 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
         (["training.num_gpus=2"], "training.num_gpus: unknown setting; `zerolora config --schema` lists all"),
         (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
-        (["zero.extra={fp16:"], "close its brackets, quote it for the shell"),
+        (["zero.extra={fp16:"], "close its brackets, quote it in the shell"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],

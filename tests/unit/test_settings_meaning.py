@@ -353,7 +353,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "binary": (b"\x00\x01\x02safetensors", ("line 1: character '\\x00' is not allowed", "is a YAML file")),
     "huge": (b"# " + b"x" * 9_000_000, ("is larger than 8,388,608 bytes",)),
     "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
-    "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
+    "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one configuration per file")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
                         ("dataset=identity: must be a section", "`path:` below it (c.yaml:3)")),
     "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),

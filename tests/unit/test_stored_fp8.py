@@ -324,8 +324,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e5m2)})),
         (f"{QUERY} is stored as F8_E5M2, but only e4m3 is supported in 8 bits; use the 16-bit model",),
     ),
-    "not announced": (announced(), ("is stored in FP8, but config.json does not say so", "same model")),
-    "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor is stored in it", "remove")),
+    "not announced": (announced(), ("is stored in FP8, but config.json does not declare it", "same model")),
+    "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor", "remove")),
     "another shape": (
         tensors(lambda all_: all_.update({QUERY: all_[QUERY][:32].clone(), f"{QUERY}_scale_inv": torch.ones(1, 2)})),
         (f"do not fit config.json (first: {QUERY} has shape (32, 64), config.json says (64, 64))",),

@@ -200,8 +200,8 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
     match_vocabulary(base, tokenizer)
     if run.config.model.has_score:
         base.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the end of a text
-    misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
-    return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
+    error_prefix = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
+    return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_32_bits=in_32_bits)
 
 
 def quiet_libraries() -> None:
