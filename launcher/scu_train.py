@@ -34,8 +34,8 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
 FREE_GIB = 10.0
 # Demo data from the standard library's sources; written by a child process, because the launcher imports no torch.
 DEMO_DATA = (
-    "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
-    "print(*demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
+    "import os; from pathlib import Path; from trainer.data.demo_data import build_demo_data; "
+    "print(*build_demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
 )
 
 

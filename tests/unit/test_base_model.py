@@ -119,7 +119,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a shard": (
         sharded(lambda folder: sorted(folder.glob("model-*"))[-1].unlink()),
-        (", listed in model.safetensors.index.json, is missing (1 of ", "download or copy the model again"),
+        (" is listed in model.safetensors.index.json, but missing (1 of ", "download or copy the model again"),
     ),
     "a cut shard": (
         sharded(lambda folder: cut(sorted(folder.glob("model-*"))[1].name, 2000)(folder)),
@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "config nested": (written("config.json", "[" * 100_000), ("config.json: is nested too deeply",)),
     "config a list": (written("config.json", "[]"), ("config.json: must be a map",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
-    "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
+    "unknown model_type": (settings(model_type="llama9"), ("has model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("config.json is unusable (",)),
     "a text for a number": (
         settings(num_hidden_layers="two"),
@@ -154,9 +154,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantized (bitsandbytes)", "full-precision")),
-    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is stored in it",)),
+    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is in that format",)),
     "gptq rules": (quantised("gptq", bits=4, dynamic=[1]), ("config.json: quantization_config.dynamic",)),
-    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is stored in it",)),
+    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is in that format",)),
     "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
     "odd groups": (
         quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
@@ -246,10 +246,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
-    "x" * 300: ("a name of 300 bytes; at most 255 are allowed",),
+    "x" * 300: ("has a part of 300 bytes; use at most 255",),
     "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
     "parent": ("has no config.json, but its subfolder m does; use parent/m",),
-    "adapter": ("the folder holds an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
+    "adapter": ("contains only an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
 }
 
 

@@ -50,7 +50,7 @@ def test_other_versions_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line is not None and "\n" not in line
     assert line == (
         "not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0); peft 0.21.3 (tested: 0.21.2); "
-        "constraints.txt has tested versions"
+        "install the versions in constraints.txt"
     )
     reported = [check for check in check_packages() if check.name == "known versions"]
     assert [check.state for check in reported] == ["WARN", "WARN"]

@@ -242,13 +242,13 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
         assert said.count("\n") == 1 and not output.exists()
         return said
 
-    assert "the same run is listed twice" in line(runs[0], runs[0], "--output", str(output))
+    assert "a run is listed twice" in line(runs[0], runs[0], "--output", str(output))
     assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
     assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
     data = tmp_path / "train.jsonl"
     data.write_text('{"text": "a"}')
-    assert "train.jsonl: exists with other content; use a new file" in line(*runs, "--output", str(data))
+    assert "train.jsonl: already exists with other content; use another file" in line(*runs, "--output", str(data))
     assert data.read_text() == '{"text": "a"}'
     (tmp_path / "deep" / "one").mkdir(parents=True)
     (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
@@ -443,7 +443,7 @@ def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
     assert found["Loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
-    assert build_charts(records)[0].unit == "per answer", "of labelled answers"
+    assert build_charts(records)[0].unit == "per answer", "of labeled answers"
 
 
 def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:

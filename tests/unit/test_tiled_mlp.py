@@ -161,7 +161,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"training": {"gradient_checkpointing": False}}, "not with training.gradient_checkpointing: none"),
+        ({"training": {"gradient_checkpointing": False}}, "not supported with training.gradient_checkpointing: none"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout draws one mask for all tokens"),
         ({"zero": {"stage": 3, "gather": "module"}}, "zero.gather: module gathers weights for every tile"),
         ({"training": {"cuda_graphs": "on"}}, "training.tiled_mlp recomputes tiles in the backward pass"),

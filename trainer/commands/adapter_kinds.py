@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
@@ -56,7 +56,7 @@ class TextAdapter:
     @staticmethod
     def copy_companions(run: FinishedRun, folder: Path) -> None:
         """Write to `folder` the tokenizer files that are uploaded with the adapter."""
-        write_files(tokenizer_files(saved_tokenizer(run)), folder)
+        write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
 class ImageAdapter:

@@ -28,9 +28,9 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     default_device,
     find_run,
+    load_saved_tokenizer,
     load_trained,
     quiet_libraries,
-    saved_tokenizer,
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "eval")
     config = run.config
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:

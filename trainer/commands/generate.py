@@ -28,9 +28,9 @@ from trainer.checkpoint.finished_run import (
     default_device,
     find_prompt_form,
     find_run,
+    load_saved_tokenizer,
     load_trained,
     quiet_libraries,
-    saved_tokenizer,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.command_line import positive_int
@@ -145,7 +145,7 @@ def load_for_prompts(
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "generate")
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:

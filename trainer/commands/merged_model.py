@@ -14,7 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.checkpoint.finished_run import FinishedRun, attach_adapter, default_device, load_full_base, saved_tokenizer
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    attach_adapter,
+    default_device,
+    load_full_base,
+    load_saved_tokenizer,
+)
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.integers import IntegerMerge
@@ -81,7 +87,7 @@ def build_merged(
 
     Raises UserError if the base is not in full precision.
     """
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
     torch_dtype = _choose_dtype(run, dtype)  # refuses a quantized base
     torch_dtype = torch_dtype if integers is None else integers.dtype

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import MISSING_DATA, Mistake, UserError, shown
+from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.needs import find_unused_settings, unused_mistake
 from trainer.config.sections import TRACKERS, RunConfig
@@ -116,7 +116,7 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
         broken = [name for name, values in rule.get("never", {}).items() if _matches(config, name, values)]
         broken += [name for name, values in only.items() if not _matches(config, name, values)]
         for name in [*broken, *([rule["report"]] if "report" in rule else [])]:
-            allowed = " or ".join(map(shown, only.get(name, ())))
+            allowed = join_choices(map(shown, only.get(name, ())))
             problem, fix = (_fill_placeholders(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
             involves = " ".join([*when, *unless, rule.get("involves", "")])
             value = _read_value(config, name)

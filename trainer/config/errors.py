@@ -121,6 +121,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     return by_case[matches[0]] if matches else None
 
 
+def join_choices(choices: Iterable[str]) -> str:
+    """Join choices for a message: `a, b or c`."""
+    *others, last = [*choices] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def shown(value: Any, limit: int = 80) -> str:
     """Format a value as YAML on one printable line; long values are cut in the middle."""
     if value is None:

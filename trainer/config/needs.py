@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.errors import Mistake, shown
+from trainer.config.errors import Mistake, join_choices, shown
 from trainer.config.types import AUTO
 
 HUB = "a name on the hub"
@@ -57,7 +57,7 @@ class Needs:
     def condition(self) -> str:
         """Format the switch with its values as in YAML."""
         names = self.switch.split()
-        return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
+        return f"{names[0]}: {join_choices(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
 LANGUAGE = Needs("task", ("language", "preference", "reward"))

@@ -159,7 +159,7 @@ def _describe_missing_config(folder: Path) -> str:
         with suppress(UserError):
             base = read_adapter_settings(folder).get("base_model_name_or_path")
         base = base or "the adapter's base"
-        return f"contains only an adapter;  set base_model: {base}, and lora.adapter_path: {folder} to continue it"
+        return f"contains only an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
     if (folder / "model_index.json").exists():
         return "contains an image model; set task: auto, or use the folder of a language model"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))

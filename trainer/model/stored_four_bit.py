@@ -122,11 +122,12 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     group = group if isinstance(group, int) and group > 0 else 0
     is_supported = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
     faults = {
-        "layers of several number types": len({str((part.get("num_bits"), part.get("type"))) for part in weights}) > 1,
-        "its inputs are also quantized, as in W4A4": any(group.get("input_activations") for group in groups),
-        "its weights are sparse": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
-        "its inputs are rotated (transform_config)": bool(settings.get("transform_config")),
-        f"4-bit {kind}s by {strategy} of {group}": not is_supported,
+        "with layers of several number types": len({str((part.get("num_bits"), part.get("type"))) for part in weights})
+        > 1,
+        "with quantized inputs, as in W4A4": any(group.get("input_activations") for group in groups),
+        "with sparse weights": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
+        "with rotated inputs (transform_config)": bool(settings.get("transform_config")),
+        f"with 4-bit {kind}s by {strategy} of {group}": not is_supported,
     }
     if fault := next((fault for fault, applies in faults.items() if applies), ""):
         return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
