@@ -99,7 +99,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.qat=int4 ; adapter=qlora": ("training.qat=int4: rounds merged", "quantized to nf4; use adapter: lora"),
     "training.qat=int8 ; adapter=qlora ; quantization.type=fp8": ("training.qat=int8", "fp8; use adapter: lora"),
     "training.qat=int8 ; lora.dora=true": ("training.qat=int8: rounds W + s B A, but DoRA", "use lora.dora: false"),
-    "training.qat=int4 ; lora.init=pissa": ("training.qat=int4: rounds base weights, but lora.init", "use lora.init: default"),
+    "training.qat=int4 ; lora.init=pissa": ("int4: rounds base weights, but lora.init", "use lora.init: default"),
     "training.qat=int4 ; ops.backend=cuda": ("ops.backend=cuda: training.qat=int4 computes", "use ops.backend: auto"),
     "training.qat=int4 ; training.torch_compile=true": ("training.torch_compile=true: cannot trace", "turn it off"),
     "quantization.block_size=65": ("quantization.block_size=65: must be 32, 64",),

@@ -322,8 +322,8 @@ def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
         "training.early_stopping=2: no data is held out; set dataset.val_split or dataset.evaluation, and "
         "training.eval_steps (c.yaml:9)",
         "lora.alpha: also given as lora_alpha, which is the same setting; keep one (c.yaml:11)",
-        "deepspeed=z.json: not a setting here; zerolora writes DeepSpeed's configuration; use the `zero` "
-        "settings, or `zero.extra` for other keys (c.yaml:12)",
+        "deepspeed=z.json: not a setting here; use the `zero` settings, or `zero.extra` for other keys of "
+        "DeepSpeed's configuration (c.yaml:12)",
         "zero.offload_optimizer=true: not possible at zero.stage=0; use zero.stage: 1, 2 or 3 (c.yaml:15)",
         "zero.extra.amp={}: has a setting here; use training.precision instead (c.yaml:16)",
         "zero.extra.optimizer={}: has a setting here; use training.optimizer instead (c.yaml:16)",
