@@ -340,7 +340,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
         (["dataset.val_split=true"], r"must be a number \(.*: a fraction up to 0.5, or a number \(1 or more\)\)"),
         (
             ["dataset.roles={user: [x], assistant: [x, y]}"],
-            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; keep one of them",
+            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; list it once",
         ),
     ],
 )
@@ -396,7 +396,7 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     ):
         prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
     file = ground / "train.jsonl"
-    with pytest.raises(UserError, match=r"cannot be written \(File exists\);  use a folder, not a file$"):
+    with pytest.raises(UserError, match=r"cannot be written \(File exists\); use a folder, not a file$"):
         prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
 
 

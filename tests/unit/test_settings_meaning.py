@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "dataset.shuffle=off": ("write false",),
     "dataset.packing=1": ("dataset.packing=1: must be true or false; write true",),
     "zero={stage: 3": ("zero={stage: 3: not valid YAML",),
-    "dataset.fields={prompt: a #b}": ("not valid YAML", "in quotes"),
+    "dataset.fields={prompt: a #b}": ("not valid YAML", "quote # and :"),
     ".training.epochs=3": (".training.epochs has an extra dot; write training.epochs=...",),
     "training..epochs=3": ("write training.epochs=",),
     "--training.epochs=3": ("write training.epochs=3",),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none cannot be combined",),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
     "training.global_batch_size=auto ; gradient_accumulation_steps=4": (
-        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",
+        "gradient_accumulation_steps=4: training.global_batch_size=auto already determines it; remove one",
     ),
     "training.global_batch_size=32 ; gradient_accumulation_steps=3": (
         "training.global_batch_size=32 already determines it",
@@ -319,7 +319,7 @@ def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
         "dataset.formatt: unknown setting; did you mean dataset.format? (c.yaml:3)",
         "r: duplicate (line 6, first in line 5); keep one",
         "training.epochs=many: must be a number, such as 0.0001 or 1e-4 (c.yaml:8)",
-        "training.early_stopping=2: no data is held out; set dataset.val_split or dataset.evaluation, and "
+        "training.early_stopping=2: no data is held out for evaluation; set dataset.val_split or dataset.evaluation, and "
         "training.eval_steps (c.yaml:9)",
         "lora.alpha: also given as lora_alpha, which is the same setting; keep one (c.yaml:11)",
         "deepspeed=z.json: not a setting here; use the `zero` settings, or `zero.extra` for other keys of "
