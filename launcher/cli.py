@@ -1,6 +1,6 @@
 """Entry point of `zerolora`: handle signals, import paths and closed pipes, then run launcher/commands.py.
 
-The working directory is kept out of sys.path, because its trainer.py or ops/ would shadow our packages.
+The working directory is kept out of sys.path, because a trainer.py or ops/ there would shadow our packages.
 """
 
 import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
@@ -11,7 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PACKAGES = ("launcher", "trainer", "ops")
 
 
-def _command() -> int:
+def _run_command() -> int:
     from launcher.commands import main
     from trainer.contract.launcher_process import LauncherWatch
 
@@ -20,7 +20,6 @@ def _command() -> int:
 
 
 def main() -> None:
-    """Run the command line."""
     # Until launcher/entry.py is imported, Ctrl-C ends the process silently instead of with a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     exclude_working_folder()
@@ -31,7 +30,7 @@ def main() -> None:
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
-    sys.exit(run(_command, exception=Stopped))
+    sys.exit(run(_run_command, exception=Stopped))
 
 
 def exclude_working_folder() -> None:
@@ -45,7 +44,7 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if another distribution shadows one of our packages, else None, without importing any."""
+    """Return an error message if one of our packages is shadowed, otherwise None. Imports none of them."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -32,9 +32,9 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
-    "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
+    "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage; needs no GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
-    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and tokenize its data."),
+    "prepare": ("trainer.commands.prepare_run", "Check a configuration and tokenize its data."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
@@ -96,8 +96,8 @@ def train(
     hostfile: Annotated[Path | None, typer.Option(help="File of hosts, one per line: `gpu-a slots=8`.")] = None,
     include: Annotated[str | None, typer.Option(help="Hosts or GPUs to use: `gpu-a@gpu-b:0,2`.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude.")] = None,
-    num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
-    num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="Use only the first N hosts.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="Use only N GPUs of each host, or N CPU ranks.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Rendezvous host; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,
@@ -138,7 +138,7 @@ def show_config(
     elif as_json:
         typer.echo(json.dumps(build_json_schema(), indent=2))
     elif config is None:
-        raise UserError("zerolora config: no file; use a YAML file, or add --schema")
+        raise UserError("zerolora config: no configuration file; pass one, or add --schema")
     else:
         loaded = load_config(config, overrides or [])
         for note in loaded.notes:
@@ -169,7 +169,7 @@ def _add_module_command(name: str, module: str, text: str) -> None:
             )
         for argument in context.args[:1]:
             if argument.endswith((".yaml", ".yml")) and not Path(argument).exists():
-                load_config(Path(argument))  # raises its error before the module imports torch
+                load_config(Path(argument))  # report a missing file before the module imports torch
         exec_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=PASS_THROUGH)(run_module)
@@ -180,7 +180,7 @@ for _name, _row in MODULES.items():
 
 
 def build_command() -> Any:
-    """Return the command line with grouped commands, and without the types that Typer shows of flags and arguments."""
+    """Return the command line with its commands in groups, and without Typer's types for flags and arguments."""
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
     for group, names in GROUPS.items():
@@ -201,12 +201,12 @@ def main() -> int:
     """Run the command line and return its exit code; a user error is one line on stderr and exit code 2."""
     arguments = sys.argv[1:] or ["--help"]
     try:
-        # Not standalone, in which mode Typer draws a box of five lines around an error.
+        # In standalone mode, Typer would draw a box around each error.
         return int(build_command()(args=arguments, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
         mistake = one_line(_describe_usage_error(error))
-        say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
+        say(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
     except typer.Abort:
         say("error: stopped at a prompt")

@@ -22,11 +22,9 @@ RESUME_AUTO = "training.resume_from_checkpoint=auto"
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job."""
-
     job: str
     newest: str
-    """Newest complete checkpoint at the start; empty if none."""
+    """Newest complete checkpoint at the start; empty if there is none."""
     record: int
     """mtime of run.json in ns; 0 if the file is missing."""
     code: int | None = None
@@ -44,7 +42,7 @@ def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str
     By default, the first start also resumes a run in the folder.
     """
     run_dir = Path(config.output_dir)
-    first, current = next(iter(_read_earlier_starts(run_dir, env)), None), _current_start(run_dir, env)
+    first, current = next(iter(_read_earlier_starts(run_dir, env)), None), _read_current_start(run_dir, env)
     settings = []
     overwrites = bool(config.output.overwrite)
     if overwrites and first is not None and current.record != first.record:
@@ -58,7 +56,7 @@ def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str
 
 def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
     """Record this start. Raises UserError if the last starts of this job all ended without a new step."""
-    starts, current = _read_earlier_starts(run_dir, env), _current_start(run_dir, env)
+    starts, current = _read_earlier_starts(run_dir, env), _read_current_start(run_dir, env)
     _check_progress(starts, current)
     _write_starts(run_dir, [*starts, current])
 
@@ -69,7 +67,7 @@ def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write_starts(run_dir, starts)
     if code == EXIT_PREEMPTED:
-        _check_progress(starts, _current_start(run_dir, env))
+        _check_progress(starts, _read_current_start(run_dir, env))
 
 
 def _check_progress(starts: Sequence[Start], current: Start) -> None:
@@ -84,14 +82,14 @@ def _check_progress(starts: Sequence[Start], current: Start) -> None:
         )
 
 
-def _current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
+def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
     newest = newest_checkpoint(complete_checkpoints(run_dir))
     record = run_dir / "run.json"
     return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 
 
 def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
-    """Return the earlier starts of this job; none for its first, as SLURM may have reused the ID of an older job."""
+    """Return the earlier starts of this job; empty at its first, because SLURM may have reused an older job's ID."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_starts(run_dir, env)

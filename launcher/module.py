@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m launcher.module MODULE ARGUMENTS`, which gets its signals and terminal."""
+    """Replace this process with `python -m launcher.module MODULE ARGUMENTS`, which keeps its PID and terminal."""
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # imports of torch take seconds
@@ -26,7 +26,7 @@ def run_main(module: str) -> int:
     return int(import_module(f"{module}.__main__" if is_package else module).main() or 0)
 
 
-def _command() -> int:
+def _run_command() -> int:
     from launcher.entry import quiet_libraries
     from trainer.config.errors import find_path_mistake
     from trainer.contract.exit_codes import EXIT_USAGE
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     from launcher.entry import run
 
-    sys.exit(run(_command))
+    sys.exit(run(_run_command))

@@ -11,9 +11,9 @@ from typing import Any
 from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, check_reachable, choose_slots, read_hostfile
-from launcher.targets.local import Command, hostfile_command, local_command
-from launcher.targets.mpi import mpirun_command
-from launcher.targets.slurm import read_allocation, srun_command
+from launcher.targets.local import Command, build_hostfile_command, build_local_command
+from launcher.targets.mpi import build_mpirun_command
+from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.rendezvous import find_port_problem, free_port, port_taken_message, random_port
@@ -23,7 +23,7 @@ CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
 CommandBuilder = partial[Command]
 """Builds the command that starts all ranks, from a rank's arguments and optionally its `module`."""
 Plan = tuple[CommandBuilder, Reach | None]
-"""Builds the command, and reaches its ranks; None if they are children of this process."""
+"""Builds the command, and accesses its ranks; the latter is None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
@@ -41,7 +41,6 @@ class Request:
     master_port: int | None = None
 
     def filters(self) -> dict[str, Any]:
-        """Return the options that filter hosts and GPUs."""
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:
@@ -71,12 +70,12 @@ class Request:
 
     def _check_local(self) -> None:
         if self.num_nodes not in (None, 1):
-            raise UserError(f"--num-nodes {self.num_nodes}: this is one machine; pass others with --hostfile FILE")
+            raise UserError(f"--num-nodes {self.num_nodes}: a local run uses only this machine; add --hostfile FILE")
         for option, value in (("--include", self.include), ("--exclude", self.exclude)):
             if value is not None:
-                raise UserError(f"{option} {value}: needs --hostfile; on one machine set CUDA_VISIBLE_DEVICES")
+                raise UserError(f"{option} {value}: needs --hostfile; to choose GPUs here, set CUDA_VISIBLE_DEVICES")
         if self.master_addr not in (None, "localhost", "127.0.0.1"):
-            raise UserError(f"--master-addr {self.master_addr}: this is one machine; pass others with --hostfile FILE")
+            raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove it")
 
 
 def plan(request: Request, logs: Path) -> Plan:
@@ -88,15 +87,15 @@ def plan(request: Request, logs: Path) -> Plan:
             port = free_port()
         elif reason := find_port_problem(port):
             raise UserError(port_taken_message(port, reason))
-        return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
+        return partial(build_local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.filters())
-        return partial(srun_command, allocation=allocation, address=address, port=port), SrunReach(allocation)
+        return partial(build_srun_command, allocation=allocation, address=address, port=port), SrunReach(allocation)
     slots = select_slots(request)
     if launcher == "mpi":
         if address is not None and port is None:
             port = random_port()
-        return partial(mpirun_command, slots=slots, address=address, port=port), Reach()
+        return partial(build_mpirun_command, slots=slots, address=address, port=port), Reach()
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
 
@@ -105,7 +104,7 @@ def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | Non
     """Plan for `slots` of a hostfile; the ranks meet at `address`, by default the first host."""
     assert request.hostfile is not None
     build = partial(
-        hostfile_command,
+        build_hostfile_command,
         hostfile=request.hostfile,
         slots=slots,
         address=address or _find_address(next(iter(slots))),
@@ -126,7 +125,7 @@ def select_slots(request: Request) -> Slots:
 
 
 def _find_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it, else None: DeepSpeed then asks the host."""
+    """Return the host's name if other hosts can resolve it, otherwise None; DeepSpeed then asks the host."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}

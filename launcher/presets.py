@@ -55,21 +55,21 @@ def init(
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both can be read."""
     if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
-        raise UserError(f"{empty}: must not be empty; write a value, or leave it out")
-    tailored = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
+        raise UserError(f"{empty}: must not be empty; pass a value, or omit the option")
+    should_tailor = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
     is_guess = preset is None and model is not None
     preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
     if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
         raise UserError(f"--model {model}: is a file; use the folder of a saved model")
-    name = _file_name(model) if model else preset
+    name = _build_file_name(model) if model else preset
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)
     try:
-        if output.exists() or tailored:
+        if output.exists() or should_tailor:
             check_settings_file(output, f"--output {output}", force=force)
-        if tailored:
+        if should_tailor:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
@@ -88,19 +88,19 @@ def _describe_first_step(model: str | None, data: str | None, preset: str, *, is
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{shown(data)} does not exist yet; write the data there, then"
     problem = f"warning: {shown(model)} could not be read, here or on the hub, so " if is_guess else ""
-    fix = "; check its name and the connection, and run init again, or adjust them" if is_guess else ""
-    return f"{problem}it has the settings of the preset {preset}{fix}; next:"
+    fix = "; check the model's name and the connection and run init again, or adjust them" if is_guess else ""
+    return f"{problem}the file has the settings of the preset {preset}{fix}; next:"
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
     if not (model and data):
         option = f"--gpus {gpus}" if gpus is not None else f"--gpu-memory {gpu_memory}"
-        raise UserError(f"{option}: fits the file to a model and data; pass both with --model and --data")
+        raise UserError(f"{option}: needs a model and data to fit the file to; add --model and --data")
     typer.echo("examining the model and the data")
     arguments = ["--model", model, "--data", data, "--output", str(output)]
     arguments += ["--gpus", str(gpus)] if gpus is not None else []
     arguments += ["--gpu-memory", gpu_memory] if gpu_memory else []
-    exec_module("trainer.commands.tailor", [*arguments, "--output-dir", f"runs/{_file_name(output.stem)}"])
+    exec_module("trainer.commands.tailor", [*arguments, "--output-dir", f"runs/{_build_file_name(output.stem)}"])
 
 
 def _is_readable(model: str | None, data: str | None) -> bool:
@@ -122,8 +122,8 @@ def _is_readable(model: str | None, data: str | None) -> bool:
 
 
 def find_nearest_preset(model: str) -> str:
-    """Return the preset of this model or its family by name, else one that suits most models."""
-    normalized = _normalize(_file_name(model))
+    """Return the preset of this model or its family by name, otherwise one that suits most models."""
+    normalized = _normalize(_build_file_name(model))
     prefixes = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
     matches = (preset for name, preset in prefixes.items() if normalized.startswith(_normalize(name)))
     return next(matches, FALLBACK_PRESET)
@@ -145,7 +145,7 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
-    values = {"output_dir": f"runs/{_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
+    values = {"output_dir": f"runs/{_build_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
     if model:
         values["base_model"] = model
         while rest[0].startswith("#"):
@@ -184,7 +184,7 @@ def _format_scalar(text: str) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
-def _file_name(name: str) -> str:
+def _build_file_name(name: str) -> str:
     """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
     return re.sub(r"[^\w.-]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 

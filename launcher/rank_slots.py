@@ -9,8 +9,8 @@ from launcher.plan import CommandBuilder, Plan, Request, plan, plan_on_hosts, se
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, find_unreachable
-from launcher.targets.local import local_command
-from launcher.targets.slurm import Allocation, find_lost_nodes, srun_command
+from launcher.targets.local import build_local_command
+from launcher.targets.slurm import Allocation, build_srun_command, find_lost_nodes
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
 from trainer.contract.rendezvous import free_port
@@ -18,8 +18,6 @@ from trainer.contract.rendezvous import free_port
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """A restart after a failure."""
-
     plan: Plan
     slots: tuple[int, ...]
     """For each rank, its slot of the first start."""
@@ -56,7 +54,7 @@ class RankSlots:
         return name, frozenset({slot})
 
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Plan a restart on the largest number of available slots that divides `total`; on all of them if it is None.
+        """Plan a restart on the largest number of available slots that divides `total`; None means on all of them.
 
         Skips `excluded` and prints what is unavailable. Raises UserError if no slot is available.
         """
@@ -81,10 +79,10 @@ class RankSlots:
         available = [slot for slot in usable if slot not in excluded]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError("no GPU of this machine is available")
+            raise UserError("no GPU of this machine is available; check them with nvidia-smi")
         port = self._request.master_port or free_port()
         chosen = [current[self._gpus[slot]] for slot in slots] if self._gpus else []
-        build = partial(local_command, gpus=chosen, num_gpus=len(slots), port=port)
+        build = partial(build_local_command, gpus=chosen, num_gpus=len(slots), port=port)
         return RestartPlan((build, None), slots, len(available))
 
     def _plan_hosts(
@@ -97,7 +95,7 @@ class RankSlots:
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
-            raise UserError(f"--hostfile {self._request.hostfile}: no slot is available on a reachable host")
+            raise UserError(f"--hostfile {self._request.hostfile}: no slot is available on a reachable host; add hosts")
         chosen: Slots = {}
         for slot in slots:
             host, gpu = host_slots[slot]
@@ -116,8 +114,8 @@ class RankSlots:
             if name not in lost and not excluded & set(range(number * size, (number + 1) * size))
         ]
         if not nodes:
-            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available")
-        # Among shapes with the same number of ranks, the last one wins: that on the fewest nodes.
+            raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available; submit the job again")
+        # Among shapes with the same number of ranks, the last one wins, which uses the fewest nodes.
         shapes = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
         count, ranks = shapes[find_largest_divisor(shapes, total)]
         reduced = replace(
@@ -125,7 +123,7 @@ class RankSlots:
         )
         address = self._request.master_addr if 0 in nodes[:count] else None
         port = self._request.master_port
-        build = partial(srun_command, allocation=reduced, address=address, port=port)
+        build = partial(build_srun_command, allocation=reduced, address=address, port=port)
         slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
         return RestartPlan((build, SrunReach(reduced)), slots, len(nodes) * size)
 
@@ -135,5 +133,5 @@ def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:
-    """Return the largest of `numbers` that divides `total`, or the largest if it is None; 0 if none does."""
+    """Return the largest of `numbers` that divides `total` (None: the largest of all); 0 if no number does."""
     return max((number for number in numbers if total is None or total % number == 0), default=0)

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.doctor.command import show as show_checks
+from launcher.doctor.command import print_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
 from launcher.supervision.processes import run_child
 from launcher.supervision.terminal import show
@@ -40,7 +40,7 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replace this process by `zerolora train`; return an exit code only for a check or a dry run."""
+    """Replace this process with `zerolora train`; return an exit code only for a check or a dry run."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_OK
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
-    show(f"the same as: zerolora {shlex.join(train)}")
+    show(f"equivalent command: zerolora {shlex.join(train)}")
     _copy_output_to(output / LOG_FILE)
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
 
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 def check_requirements(output: Path) -> int:
     """Print the checks of `zerolora doctor` that need no torch; return 1 if any fails."""
     checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
-    show_checks(checks, as_json=False)
+    print_checks(checks, as_json=False)
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
 
 
@@ -82,13 +82,13 @@ def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
         return options.data, None
     result = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        raise UserError("--data: the demo data could not be written (see above); use a file of your own")
+        raise UserError("--data: the demo data could not be written (see above); pass your own file")
     train, held_out = result.stdout.splitlines()[-2:]
     return train, held_out
 
 
 def _copy_output_to(log: Path) -> None:
-    """Also append the output of this process to a log from now on."""
+    """Append the further output of this process to a log, in addition to printing it."""
     for descriptor in (1, 2):
         copier = subprocess.Popen(
             ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True

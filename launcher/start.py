@@ -19,8 +19,9 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.local import write_environment
-from launcher.targets.slurm import find_lost_nodes, is_requeued
+from launcher.targets.slurm import can_be_requeued, find_lost_nodes
 from trainer.config import LoadedConfig, TrainingSection, UserError
+from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFile, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
@@ -54,7 +55,7 @@ def start(
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:
         print(command.shell())
-        say("note: model and data were not checked; `zerolora validate` does that")
+        say("note: model and data were not checked; to check them, run `zerolora validate`")
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
@@ -85,7 +86,6 @@ def start(
 
 
 def get_version() -> str:
-    """Return the installed version of zerolora."""
     return installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
 
 
@@ -143,7 +143,7 @@ class Attempts:
             if isinstance(reach, SshReach):
                 write_environment(self._logs / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
             device = " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
-            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{device}")
+            show(f"starting {format_count(command.ranks, 'rank')}{device}")
             # Prestarted ranks take part in the first attempt only.
             ranks = self._prestarted
             release = partial(ranks.release, arguments) if ranks is not None and ranks.is_waiting else None
@@ -158,10 +158,10 @@ class Attempts:
     def _plan_restart(self) -> tuple[CommandBuilder, Reach | None, list[str]]:
         """Plan a start of the available ranks; return it with the settings that preserve the global batch.
 
-        Uses the largest number of ranks that divides the global batch with `training.elastic`, else the initial number.
-        Raises UserError if too few slots are available.
+        With `training.elastic`, uses the largest number of ranks that divides the global batch, otherwise the initial
+        number. Raises UserError if too few slots are available.
         """
-        total = self._global_batch() if self._training.elastic else None
+        total = self._read_global_batch() if self._training.elastic else None
         restart = self._slots.plan_restart(self._excluded, total)
         ranks, (build, reach), previous_ranks = len(restart.slots), restart.plan, len(self._used_slots)
         if ranks != self._full_size and (total is None or total % ranks):
@@ -192,7 +192,7 @@ class Attempts:
         self._excluded |= slots
         return name
 
-    def _global_batch(self) -> int | None:
+    def _read_global_batch(self) -> int | None:
         """Return the samples per step from the run's resolved settings; None before they are written."""
         try:
             names = ("training.batch_size", "training.gradient_accumulation_steps")
@@ -207,7 +207,7 @@ def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
     """Return `training.max_restarts`; by default 0 under srun in a job that SLURM requeues, else 3."""
     if setting is not None:
         return setting
-    return 0 if isinstance(reach, SrunReach) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
+    return 0 if isinstance(reach, SrunReach) and can_be_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
 
 
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:

@@ -40,7 +40,7 @@ def status(
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: unknown to SLURM, or forgotten; use the folder of its run")
+            raise UserError(f"job {target}: SLURM does not know it (any more); pass the folder of its run")
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
@@ -53,7 +53,7 @@ def status(
         raise UserError(f"{shown(target)}: is not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)
     end_state = None
-    # Without SLURM's tools only the folder is described.
+    # Without SLURM's tools, describe only the folder.
     for job in read_job(job_id) if job_id and shutil.which("scontrol") is not None else []:
         _print(describe_job(job))
         end_state = _find_end_state(job, run)
@@ -70,7 +70,7 @@ def record_job(job_id: int, run: Path) -> None:
 
 
 def read_job_id(run: Path) -> str:
-    """Return the ID of the job that trained in the folder; empty if none is recorded, or a malformed one."""
+    """Return the ID of the SLURM job that trained in the folder; empty if it is missing or malformed."""
     try:
         number = read_text(run / "logs" / JOB_FILE).strip()
     except (FileNotFoundError, UnreadableFile):
@@ -79,7 +79,7 @@ def read_job_id(run: Path) -> str:
 
 
 def read_job(number: str) -> list[dict[str, str]]:
-    """Return SLURM's fields of a job, or of each task of an array; empty if SLURM has forgotten it."""
+    """Return SLURM's fields of a job, or of each task of an array; empty if SLURM does not know the job."""
     if shutil.which("scontrol") is None:
         raise UserError(f"job {number}: scontrol is missing; run this on the cluster, or use the folder of the run")
     result = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
@@ -122,7 +122,7 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, str]]:
-    """Describe a run from its files; `end_state` is the state of its job if that has ended."""
+    """Describe a run from its files; `end_state` is the state of its job if the job has ended."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.

@@ -30,11 +30,13 @@ SIGNAL_LEAD_S = 60
 MIN_TRAINING_S = 30
 MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
-ARRAY_FORM = "must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time"
+ARRAY_FORM = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
+_SHORT = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
+"""The short options of sbatch that have a value."""
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
-def sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
+def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
     """Return sbatch's options, omitting those that are None. Raises UserError for empty and multi-line ones."""
     for name, value in options.items():
         if isinstance(value, str) and not value.strip():
@@ -44,13 +46,15 @@ def sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
             option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
             raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
+        if option.removeprefix("--") in options or _SHORT.fullmatch(option):  # with a value it replaces ours
+            raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
     return ["--requeue", "--open-mode=append", *arguments]
 
 
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
-    """Raise UserError for `ranks` together with GPUs, and for a time limit too short for a step before `grace`."""
+    """Raise UserError if `ranks` is set together with GPUs, or if `time` leaves no time for a step before `grace`."""
     if gpus and ranks is not None:
-        raise UserError("--ranks-per-node: must not be set with GPUs, which have a rank each; or add --gpus-per-node 0")
+        raise UserError("--ranks-per-node: must not be set with GPUs; remove it, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(
@@ -65,7 +69,7 @@ def parse_time_limit(time: str) -> int | None:
         return None
     match = _TIME.fullmatch(time)
     if match is None:
-        raise UserError(f"--time {time}: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 12:00:00")
+        raise UserError(f"--time {time}: must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 12:00:00")
     days, rest = int(match["days"] or 0), [int(part) for part in match["rest"].split(":")]
     if match["days"]:
         hours, minutes, seconds = [*rest, 0, 0][:3]
@@ -83,7 +87,7 @@ def parse_task_ranges(tasks: str) -> list[range]:
         if match is None or int(match[1]) > int(match[2] or match[1]):
             raise UserError(f"--array {tasks}: {ARRAY_FORM}")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        ranges.append(range(first, last + 1, max(step, 1)))  # ranges, as their ends may be far apart
+        ranges.append(range(first, last + 1, max(step, 1)))  # not a list of numbers, which may be millions
     return ranges
 
 
@@ -149,7 +153,7 @@ def submit(
         "comment": f"{COMMENT}{run_dir}",
     }
     arguments = [str(config.absolute()), *settings, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
-    script = render_script(sbatch_options(options, sbatch or ()), arguments, max_requeues)
+    script = render_script(build_sbatch_options(options, sbatch or ()), arguments, max_requeues)
     if dry_run:
         typer.echo(script, nl=False)
         return
@@ -211,7 +215,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
     for text in sweep:
         key, _, values = text.partition("=")
         if not key or not values:
-            raise UserError(f"--sweep {text}: must read `training.learning_rate=1e-4,2e-4`")
+            raise UserError(f"--sweep {text}: must look like `training.learning_rate=1e-4,2e-4`")
         name = ALIASES.get(key.strip(), key.strip())
         if name == "output_dir":
             raise UserError(f"{text}: a sweep has a single output_dir, with a folder for each run; remove this setting")
@@ -222,11 +226,11 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
         texts[name] = text
         axes.append([f"{key}={value}" for value in values.split(",")])
     if (count := math.prod(map(len, axes))) > MAX_RUNS:
-        raise UserError(f"a sweep of {count:,} runs: the maximum is {MAX_RUNS:,}; use fewer values")
+        raise UserError(f"the sweep has {count:,} runs: the maximum is {MAX_RUNS:,}; use fewer values")
     if not axes:
         return []
     runs = list(itertools.product(*axes))
-    return [shlex.join([*settings, f"output_dir={run_dir / _folder_name(settings)}"]) for settings in runs]
+    return [shlex.join([*settings, f"output_dir={run_dir / _build_folder_name(settings)}"]) for settings in runs]
 
 
 def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
@@ -247,7 +251,7 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
     return list(loaded.values())
 
 
-def _folder_name(settings: Sequence[str]) -> str:
+def _build_folder_name(settings: Sequence[str]) -> str:
     """Return a name such as `learning_rate=1e-4,r=8`."""
     parts = [setting.partition("=") for setting in settings]
     return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)

@@ -21,6 +21,7 @@ from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.command_line import parse_override
+from trainer.config.errors import format_count
 from trainer.config.messages import setting_type
 from trainer.config.values import accepted_types
 from trainer.contract.default_ranks import visible_gpus
@@ -60,7 +61,7 @@ def sweep(
         int | None, typer.Option(help="Run in parallel with this many GPUs each; default: one by one on all GPUs.")
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit an array of jobs; further options are those of `zerolora submit`.")
+        bool, typer.Option("--slurm", help="Submit an array of jobs; accepts the options of `zerolora submit`.")
     ] = False,
     together: Annotated[
         bool, typer.Option("--together", help="Train several runs at once on one base model, as many as fit in memory.")
@@ -78,8 +79,8 @@ def sweep(
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
         raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
-        one = next((f"{text} is one value, a list" for text in fixed if "," in text), "no values to try")
-        raise UserError(f"zerolora sweep: {one}; write several, such as training.learning_rate=1e-4,2e-4")
+        problem = next((f"{text} is one value, a list" for text in fixed if "," in text), "no values to try")
+        raise UserError(f"zerolora sweep: {problem}; write several, such as training.learning_rate=1e-4,2e-4")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     if submit_options and not slurm:
@@ -98,7 +99,7 @@ def sweep(
     slots = split_gpus(gpus, gpus_per_run)
     if dry_run:
         for run in runs:
-            typer.echo(shlex.join(["zerolora", *command(config, run, gpus_per_run)[3:]]))
+            typer.echo(shlex.join(["zerolora", *build_train_command(config, run, gpus_per_run)[3:]]))
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
     exec_module("trainer.monitor.report.sweep_table", [str(folder)])
@@ -108,7 +109,7 @@ def _submit_array(
     config: Path, runs: list[Run], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
     *, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Submit the unfinished runs as an array of jobs, with further options of `zerolora submit`."""
+    """Submit the unfinished runs as an array of jobs; `options` are those of `zerolora submit`."""
     tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
     _report_finished(runs)
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
@@ -126,13 +127,13 @@ def _submit_array(
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split settings into those with several values and those fixed for all runs; raises UserError for others."""
+    """Split settings into those with several values and those fixed for all runs; raises UserError for bad ones."""
     axes: list[str] = []
     fixed: list[str] = []
     for text in settings:
         name, equals, values = text.partition("=")
         if not equals or not name:
-            raise UserError(f"{text}: must read key=value,value, such as training.learning_rate=1e-4,2e-4")
+            raise UserError(f"{text}: must look like key=value,value, such as training.learning_rate=1e-4,2e-4")
         takes_list = tuple in accepted_types(setting_type(ALIASES.get(name, name)) or str)
         is_axis = "," in values and not takes_list and not values.startswith(("[", "{", '"', "'"))
         (axes if is_axis else fixed).append(text)
@@ -161,7 +162,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 def combine_runs(
     config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
 ) -> list[Run]:
-    """Combine runs into the fewest runs with `adapters` that fit a GPU by the estimate, evenly distributed."""
+    """Combine runs evenly into as few joint runs (`adapters`) as the memory estimate of a GPU allows."""
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
     if len(waiting) > 1:
@@ -176,7 +177,7 @@ def combine_runs(
         if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"training {len(waiting)} runs as {len(groups)}, with up to {size} adapters each")
+    say(f"training {len(waiting)} runs as {len(groups)}, with up to {format_count(size, 'adapter')} each")
     return [Run(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
@@ -198,7 +199,7 @@ def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
     try:
         return bool(json.loads(result.stdout)["fits"])
     except (ValueError, KeyError):
-        return True  # `zerolora train` checks it again
+        return True  # `zerolora train` checks the memory again
 
 
 def _report_finished(runs: Sequence[Run]) -> None:
@@ -217,8 +218,8 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 
-def command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
-    """Return the command of one run, which resumes from its newest checkpoint, if any."""
+def build_train_command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
+    """Return the command that trains one run, resuming from its newest checkpoint if it has one."""
     resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
@@ -261,7 +262,7 @@ def _start_run(config: Path, run: Run, gpus_per_run: int | None, folder: Path, *
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
-    arguments = command(config, run, gpus_per_run)
+    arguments = build_train_command(config, run, gpus_per_run)
     if alone:
         run.process = subprocess.Popen(arguments, env=environment, start_new_session=True)
         return
@@ -284,7 +285,7 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
 
 
 def record_runs(folder: Path, runs: Sequence[Run]) -> None:
-    """Record the runs with their settings and exit codes; keep those of other sweeps in the folder."""
+    """Record the runs with their settings and exit codes; keep the records of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = [run for run in runs if run.folder != folder]  # adapters of a joint run record themselves
     write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

@@ -29,14 +29,14 @@ from torch.utils import cpp_extension
 from ops import prebuilt
 from ops.toolkit import (
     BuildError,
-    all_architectures,
-    architecture_name,
+    build_gencode_flag,
     build_ptx_flags,
     check_capability,
     check_toolkit,
-    gencode,
+    find_toolkit_version,
+    format_architecture,
+    list_architectures,
     parse_architectures,
-    toolkit_version,
 )
 
 CSRC = Path(__file__).resolve().parent / "csrc"
@@ -64,14 +64,14 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return sorted(str(path) for path in CSRC.iterdir())  # headers are included by bare name
 
     def cxx_args(self) -> list[str]:
-        return ["-O3", self._cxx_standard(), *build_ptx_flags(self._architectures or ())]
+        return ["-O3", self._choose_cxx_standard(), *build_ptx_flags(self._architectures or ())]
 
     def nvcc_args(self) -> list[str]:
         # Replaces DeepSpeed's flags, which add --use_fast_math and never emit sm_90a.
-        names = self._architecture_names()
+        names = self._choose_architectures()
         hopper = ["-DZEROLORA_HOPPER"] if "90a" in names else []
         threads = f"--threads={min(os.cpu_count() or 1, 8)}"
-        return ["-O3", self._cxx_standard(), threads, *hopper, *(gencode(name) for name in names)]
+        return ["-O3", self._choose_cxx_standard(), threads, *hopper, *(build_gencode_flag(name) for name in names)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the operators can be built and, if a CUDA context exists, run; set `error_log` if not."""
@@ -91,7 +91,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
                 f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"
                 " ops.backend: reference"
             )
-        toolkit = toolkit_version()
+        toolkit = find_toolkit_version()
         check_toolkit(toolkit, torch.version.cuda)
         # Creating a CUDA context here would break forked workers, so check the card only if one exists.
         if torch.cuda.is_initialized():
@@ -107,11 +107,11 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         if self.NAME not in loaded_modules:
             if not torch.cuda.is_available():
                 self.check()
-                raise BuildError("no CUDA device is visible, and CPU tensors always run the reference")
+                raise BuildError("no CUDA device is visible: set ops.backend: reference, which CPU tensors always use")
             torch.cuda.init()
             library = self.find()
             if library is None:
-                self._architectures = self._architecture_names()
+                self._architectures = self._choose_architectures()
                 library, module = self.build_into(prebuilt.cache_folder(), verbose)
             else:
                 module = self._import(library)
@@ -126,16 +126,17 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
         """
         toolkit = self.check()
-        self._architectures = self._architectures or all_architectures(toolkit)
+        self._architectures = self._architectures or list_architectures(toolkit)
         version = f"{toolkit[0]}.{toolkit[1]}"
-        build = prebuilt.Build(self._sources_digest(), *self._versions(), version, tuple(self._architectures))
-        with prebuilt.build_lock(folder / f".{build.name}.lock"):
+        digest = self._compute_sources_digest()
+        build = prebuilt.Build(digest, *self._read_versions(), version, tuple(self._architectures))
+        with prebuilt.acquire_build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)
             library = build.find_in(folder)
             if library is not None:
                 return library, self._import(library)
-            with prebuilt.temporary_folder(folder) as staging:
+            with prebuilt.create_temporary_folder(folder) as staging:
                 module = self._compile(verbose, Path(staging))
                 return build.install(Path(staging, f"{self.NAME}.so"), folder), module
 
@@ -147,14 +148,14 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         """
         cards = self._architectures
         if cards is None:
-            cards = self._card_architectures() if torch.cuda.is_initialized() else []
-        return prebuilt.find(self._sources_digest(), self._versions(), cards)
+            cards = self._find_card_architectures() if torch.cuda.is_initialized() else []
+        return prebuilt.find_build(self._compute_sources_digest(), self._read_versions(), cards)
 
-    def _sources_digest(self) -> str:
+    def _compute_sources_digest(self) -> str:
         content = b"".join(path.name.encode() + path.read_bytes() for path in sorted(CSRC.glob("*/*")))
         return hashlib.sha256(content).hexdigest()[:12]
 
-    def _versions(self) -> tuple[str, str, str]:
+    def _read_versions(self) -> tuple[str, str, str]:
         """Return the versions of torch, of its CUDA, and of Python with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
@@ -184,16 +185,18 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         except (RuntimeError, OSError, ImportError) as error:
             raise BuildError(f"compiling {self.NAME} in {folder} failed: {error}", unexpected=True) from error
 
-    def _cxx_standard(self) -> str:
+    def _choose_cxx_standard(self) -> str:
         newer = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
         return "-std=c++20" if newer else "-std=c++17"
 
-    def _architecture_names(self) -> list[str]:
-        return self._card_architectures(toolkit_version()) if self._architectures is None else self._architectures
+    def _choose_architectures(self) -> list[str]:
+        if self._architectures is not None:
+            return self._architectures
+        return self._find_card_architectures(find_toolkit_version())
 
-    def _card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
+    def _find_card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
         cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return sorted(check_capability(card, toolkit) if toolkit else architecture_name(card) for card in cards)
+        return sorted(check_capability(card, toolkit) if toolkit else format_architecture(card) for card in cards)
 
 
 def register() -> LoraOpBuilder:
@@ -217,7 +220,7 @@ def get_private(owner: object, name: str) -> Any:
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise BuildError(
-            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, which the operators' builder needs", True
+            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`; install the version in constraints.txt", True
         ) from None
 
 

@@ -46,13 +46,13 @@ def register_backward(name: str) -> tuple[Any, Any]:
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
     schemas = [getattr(torch.ops.zerolora, f"{name}_{which}").default._schema for which in ("forward", "backward")]
-    types: list[Any] = [namedtuple("Arguments", [each.name for each in schema.arguments]) for schema in schemas]
+    types: list[Any] = [namedtuple("Arguments", [argument.name for argument in schema.arguments]) for schema in schemas]
     forward, backward = types
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         arguments = forward(*inputs)._asdict()
         if arguments.get("h") is not None:
-            raise ValueError("h: only the whole forward pass, without h, has a derivative")
+            raise ValueError("h: a forward pass that gets h has no derivative; omit h")
         saved_fields = {
             field: value for field, value in (arguments | {"h": output[1]}).items() if field in backward._fields
         }
@@ -93,4 +93,4 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
 
 
 def _is_list_of_tensors(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(each, Tensor) for each in value)
+    return isinstance(value, Sequence) and all(isinstance(item, Tensor) for item in value)

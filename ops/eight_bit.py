@@ -78,7 +78,7 @@ def _forward(op: Any, h: Tensor) -> list[Tensor]:
 def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1], dtype=torch.float32)
     adapters = op.downs, op.ups, op.h, op.scales, lora.draw_mask(op.x, op.p, op.seed)
-    factors = lora.adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
+    factors = lora.compute_adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
     q, row_scale = reference_quantize_rows(op.grads, op.row_scales, op.weights[0].dtype)
     grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(op.weights)), None)
     return grad_x.to(op.x.dtype).view(op.x.shape), *factors
@@ -96,7 +96,7 @@ def _fake_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | No
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, row_scale, _ = inputs
     ctx.save_for_backward(weight, row_scale)
 
@@ -126,7 +126,7 @@ derivative.define(
     reference_linear_backward,
     lambda grads, weights, _: grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1])),
 )  # fmt: skip
-torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
+torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_save_for_linear)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
 _GROUP = lora.Group(
     "eight_bit",

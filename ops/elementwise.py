@@ -2,7 +2,7 @@
 
 A norm with a frozen weight skips the weight's gradient, a sum over all tokens. A result that costs one pass over memory
 (the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` replaces it
-by a function that recomputes it from inputs that are saved anyway.
+with a function that recomputes it from inputs that are saved anyway.
 
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
@@ -127,7 +127,7 @@ def _gated_backward(
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Apply `rope` or its transpose, which for the usual angles rotates backward."""
+    """Apply `rope` or its transpose, which is the inverse rotation if the halves of `cos` and of `sin` are equal."""
     _check_rope(q, k, cos, sin)
     R, half = cos.shape[-1], cos.shape[-1] // 2
     wide_cos, wide_sin = _upcast(cos)[:, None], _upcast(sin)[:, None]

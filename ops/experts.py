@@ -75,7 +75,9 @@ class ExpertMatrix:
     ) -> "ExpertMatrix":
         """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
         if rows * cols % block:
-            raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
+            raise ValueError(
+                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller"
+            )
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 
     @staticmethod
@@ -100,7 +102,7 @@ class ExpertMatrix:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
-        return experts_plain.dense_weight(self.tensors, self.storage, shape, dtype)
+        return experts_plain.build_dense_weight(self.tensors, self.storage, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def experts_mlp(
 def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     if down is None or up is None:
         if down is not up:
-            raise ValueError("adapter of the experts: only one factor is given; pass A and B, or neither")
+            raise ValueError("expert adapter: only one factor is given; pass A and B, or neither")
         return []
     return [down, up]
 
@@ -223,12 +225,14 @@ def check(  # type: ignore[no-untyped-def]
         if not 1 <= rank <= lora.MAX_RANK:
             raise ValueError(f"r={rank}: must be 1 to {lora.MAX_RANK}")
         if {a.dtype, b.dtype} - {x.dtype, torch.float32} or a.dtype != b.dtype:
-            raise ValueError(f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: adapters need its type or float32")
+            raise ValueError(
+                f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: A and B must share one dtype, hidden's or float32"
+            )
         if a.device != x.device or b.device != x.device:
             raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
 
 
-def _h_columns(factors: Sequence[Tensor]) -> int:
+def _count_h_columns(factors: Sequence[Tensor]) -> int:
     return padded_rank(factors[0].shape[1]) if factors else 0
 
 
@@ -240,8 +244,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return (
         x.new_empty(x.shape),
         x.new_empty((N, 2 * shape[1])),
-        x.new_empty((N, _h_columns(gate_up_factors))),
-        x.new_empty((N, _h_columns(down_factors))),
+        x.new_empty((N, _count_h_columns(gate_up_factors))),
+        x.new_empty((N, _count_h_columns(down_factors))),
         x.new_empty(N, dtype=torch.int32),
         x.new_empty(shape[0], dtype=torch.int32),
     )
@@ -270,7 +274,7 @@ class _BufferViews:
         if source is not None:
             origin = source.storage_offset() * source.element_size()
             self._views = [
-                (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
+                (int(view.storage_offset() * view.element_size() - origin), view.dtype, view.shape) for view in tensors
             ]
 
     def rebuild(self, saved: Sequence[Tensor]) -> list[Tensor]:
@@ -307,7 +311,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     lists[:2] = [views.rebuild(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
-        raise ValueError("gate_up, down or a bias requires a gradient: they must be frozen")
+        raise ValueError("gate_up, down or a bias requires a gradient: the operator has none for them; freeze them")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
         grad, x, weights, *lists, *results, ctx.shape, ctx.form, ctx.numbers, seed, *flags

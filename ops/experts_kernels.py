@@ -2,7 +2,7 @@
 
 Symbols and formulas: ops/experts.py. The host never waits if torch's grouped product has a kernel (bf16 on 9.0 and
 10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert and reads the counts from the device.
-So does the plain torch path, for 32 bits, widths that are not multiples of 8 and cards before Ampere.
+So does the plain torch path, which serves 32 bits, widths that are not multiples of 8, and cards before Ampere.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
     return wide and 1 <= E <= MAX_EXPERTS and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the weight as [E, rows, cols]; a dequantized one is freed after its product."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
@@ -61,7 +61,7 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
     elif storage == "mxfp4":
         dense = _ops.expert_mxfp4(tensors[0], tensors[1], dtype)
     else:
-        return experts_plain.dense_weight(tensors, storage, shape, dtype)
+        return experts_plain.build_dense_weight(tensors, storage, shape, dtype)
     return dense
 
 
@@ -81,7 +81,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
     return None if factor is None else factor.transpose(1, 2).contiguous()
 
 
-def _fusable(p: Tensor | None) -> Tensor | None:
+def _select_fusable(p: Tensor | None) -> Tensor | None:
     """Return P if its rank needs few enough registers to fuse the projection into the previous kernel."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
@@ -104,10 +104,10 @@ class _Call:
         self.gate = _ACTIVATIONS.index(form[2]), form[3] == "interleaved", alpha, limit
 
     def gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
-        return dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
+        return build_dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
 
     def down(self, tensors: Sequence[Tensor]) -> Tensor:
-        return dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
+        return build_dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
     def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
         """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R] of each row's expert; weight and q may be views."""
@@ -127,7 +127,7 @@ class _Call:
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ) -> tuple[Tensor, ...]:
-    """Compute `experts_forward`, by plain torch where the kernels do not support the inputs."""
+    """Compute `experts_forward`, in plain torch where the kernels do not support the inputs."""
     if not is_supported(x, shape) or index.numel() == 0:
         return experts_plain.forward(
             x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
@@ -138,7 +138,7 @@ def forward(  # type: ignore[no-untyped-def]
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
     u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
     del rows
-    p = _fusable(call.a_d)
+    p = _select_fusable(call.a_d)
     rank = p, call.s_d, call.p, call.seeds[1]
     act, h_d = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate, *rank)
     if call.a_d is not None and p is None:
@@ -171,26 +171,26 @@ def backward(  # type: ignore[no-untyped-def]
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
         # Per-token gradients take 1/8 of the memory of per-row ones and fit the L2 cache.
-        grad_b = _factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
+        grad_b = _compute_factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
     p_gu = _swap_dims(call.b_gu)
     act, du, dw, dh_gu = _ops.expert_gate_backward(
         g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _swap_dims(call.a_d), flat, *call.rows,
-        *call.gate, _fusable(p_gu), call.s_gu * keep_scale, call.p, call.seeds[1]
+        *call.gate, _select_fusable(p_gu), call.s_gu * keep_scale, call.p, call.seeds[1]
     )  # fmt: skip
     del g
     if down_factors and need_factors:
-        grads_d = [_factor_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
+        grads_d = [_compute_factor_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
     del act
     if call.bias_d is not None and need_weights:
-        dw = dw + _bias_term(grad, call.bias_d, order, ends, K)
-    if p_gu is not None and _fusable(p_gu) is None:
+        dw = dw + _compute_bias_term(grad, call.bias_d, order, ends, K)
+    if p_gu is not None and _select_fusable(p_gu) is None:
         dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * keep_scale, False, 0.0, None)
     grads_gu: list[Tensor] = []
     if gate_up_factors and need_factors:
         grads_gu = [
-            _factor_gradient(x, dh_gu, call, K, gate_up_factors[0], False, call.seeds[0]),
-            _factor_gradient(du, h_gu, call, 0, gate_up_factors[1], True, None),
+            _compute_factor_gradient(x, dh_gu, call, K, gate_up_factors[0], False, call.seeds[0]),
+            _compute_factor_gradient(du, h_gu, call, 0, gate_up_factors[1], True, None),
         ]
     grad_x = x.new_empty(0)
     if need_x:
@@ -204,7 +204,7 @@ def backward(  # type: ignore[no-untyped-def]
     return grad_x, grad_weights, grads_gu, grads_d
 
 
-def _factor_gradient(
+def _compute_factor_gradient(
     z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
 ) -> Tensor:
     """Return the gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
@@ -214,7 +214,7 @@ def _factor_gradient(
     return grad
 
 
-def _bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
+def _compute_bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
     """Return dy.bias of every pair, selected from the products of all tokens with all experts."""
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert

@@ -11,7 +11,7 @@ from torch import Tensor
 from ops import reference
 
 
-def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return [E, rows, cols] from the tensors of an `ExpertMatrix`, shape = E, rows, cols, block, nested block."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
@@ -24,10 +24,10 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
     elif storage == "nf4":
         packed, absmax, code, *nested = tensors
         check_packed(packed, E, rows, cols)
-        each = packed.reshape(-1).view(torch.uint8)[: E * rows * cols // 2].view(E, -1)
+        codes = packed.reshape(-1).view(torch.uint8)[: E * rows * cols // 2].view(E, -1)
         states = [[absmax[e], code] + ([nested[0][e], nested[1], nested[2][e]] if nested else []) for e in range(E)]
         weight = torch.stack(
-            [reference.dequantize_nf4(each[e], states[e], rows, cols, block, nested_block, dtype) for e in range(E)]
+            [reference.dequantize_nf4(codes[e], states[e], rows, cols, block, nested_block, dtype) for e in range(E)]
         )
     else:
         weight = tensors[0].transpose(1, 2) if storage == "transposed" else tensors[0]
@@ -77,7 +77,7 @@ class _Rows:
         self.e, self.span, self.pairs, self.tokens = e, slice(begin, end), pairs, pairs // K
 
 
-def _rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
+def _split_rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
     """Return the rows of each expert that has any; copies the counts to the host."""
     rows, begin = [], 0
     for e, end in enumerate(ends.tolist()):
@@ -93,7 +93,7 @@ def _draw_masks(N: int, shape: Sequence[int], p: float, seed: Tensor | None, dty
     return [reference.dropout_mask(seed[i : i + 1], N, shape[2 - i], p, dtype) for i in range(2)]
 
 
-def _masked(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
+def _apply_mask(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
     return x if mask is None else x * mask[rows.pairs]
 
 
@@ -108,26 +108,26 @@ def forward(  # type: ignore[no-untyped-def]
     """Return y of `experts_forward` in plain torch, and u0, h_gu, h_d, order, ends for the backward."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = index.shape[1], index.numel()
-    gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
-    down = dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
+    gate_up = build_dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
+    down = build_dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
     order, ends = sort_rows(index, E)
     u0 = x.new_zeros((N, 2 * inner))
     h_gu, h_d = (_pad_rank(x.new_zeros((N, f[0].shape[1] if f else 0)), f[0].shape[1] if f else 0)
                  for f in (gate_up_factors, down_factors))  # fmt: skip
     masks = _draw_masks(N, shape, p, seed, x.dtype)
     out = x.new_zeros((N, H))  # in the order of the pairs
-    for rows in _rows_by_expert(order, ends, K):
+    for rows in _split_rows_by_expert(order, ends, K):
         x_e = x[rows.tokens]
         u0[rows.span] = x_e @ gate_up[rows.e].t()
         if gate_up_factors:
             a_RH = gate_up_factors[0][rows.e].to(x.dtype)
-            h_gu[rows.span, : a_RH.shape[0]] = s_gu * (_masked(x_e, masks[0], rows) @ a_RH.t())
-        gate, up = _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
+            h_gu[rows.span, : a_RH.shape[0]] = s_gu * (_apply_mask(x_e, masks[0], rows) @ a_RH.t())
+        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
         act = reference.activate(gate, up, form[2], alpha, limit)
         o = act @ down[rows.e].t()
         if down_factors:
             a_RI, b_HR = (factor[rows.e].to(x.dtype) for factor in down_factors)
-            h = s_d * (_masked(act, masks[1], rows) @ a_RI.t())
+            h = s_d * (_apply_mask(act, masks[1], rows) @ a_RI.t())
             h_d[rows.span, : a_RI.shape[0]] = h
             o = o + h @ b_HR.t()
         out[rows.pairs] = o + biases[1][rows.e] if biases else o
@@ -135,7 +135,7 @@ def forward(  # type: ignore[no-untyped-def]
     return y, u0, h_gu, h_d, order, ends
 
 
-def _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form):  # type: ignore[no-untyped-def]
+def _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form):  # type: ignore[no-untyped-def]
     u = u0[rows.span]
     if biases:
         u = u + biases[0][rows.e].to(u.dtype)
@@ -152,24 +152,24 @@ def backward(  # type: ignore[no-untyped-def]
     """Compute `experts_backward` in plain torch; gradients that are not needed are empty."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = weights.shape[1], weights.numel()
-    gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
-    down = dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
+    gate_up = build_dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
+    down = build_dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
     masks = _draw_masks(N, shape, p, seed, x.dtype)
     flat = weights.reshape(-1).to(x.dtype)
     grad_flat = torch.zeros_like(flat)
     grad_rows = x.new_zeros((N, H))  # in the order of the pairs
     grads_gu, grads_d = ([torch.zeros_like(f) for f in pair] for pair in (gate_up_factors, down_factors))
-    for rows in _rows_by_expert(order, ends, K):
+    for rows in _split_rows_by_expert(order, ends, K):
         dy, w = grad[rows.tokens], flat[rows.pairs, None]
-        gate, up = _gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
+        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
         act = reference.activate(gate, up, form[2], alpha, limit)
         g = dy @ down[rows.e]
         if down_factors:
             a_RI, b_HR = (factor[rows.e].to(x.dtype) for factor in down_factors)
             dh = s_d * (dy @ b_HR)
-            grads_d[0][rows.e] = (w * dh).t() @ _masked(act, masks[1], rows)
+            grads_d[0][rows.e] = (w * dh).t() @ _apply_mask(act, masks[1], rows)
             grads_d[1][rows.e] = dy.t() @ (w * h_d[rows.span, : a_RI.shape[0]])
-            g = g + _masked(dh @ a_RI, masks[1], rows)
+            g = g + _apply_mask(dh @ a_RI, masks[1], rows)
         grad_flat[rows.pairs] = (act * g).sum(1)
         if biases:
             grad_flat[rows.pairs] += (dy * biases[1][rows.e].to(x.dtype)).sum(1)
@@ -180,9 +180,9 @@ def backward(  # type: ignore[no-untyped-def]
         if gate_up_factors:
             a_RH, b_UR = (factor[rows.e].to(x.dtype) for factor in gate_up_factors)
             dh = s_gu * (du @ b_UR)
-            grads_gu[0][rows.e] = dh.t() @ _masked(x[rows.tokens], masks[0], rows)
+            grads_gu[0][rows.e] = dh.t() @ _apply_mask(x[rows.tokens], masks[0], rows)
             grads_gu[1][rows.e] = du.t() @ h_gu[rows.span, : a_RH.shape[0]]
-            dx = dx + _masked(dh @ a_RH, masks[0], rows)
+            dx = dx + _apply_mask(dh @ a_RH, masks[0], rows)
         grad_rows[rows.pairs] = dx
     grad_x = grad_rows.view(-1, K, H).sum(1) if need_x else x.new_empty(0)
     grad_weights = grad_flat.view(weights.shape).to(weights.dtype) if need_weights else weights.new_empty(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.scaled import dequantizing_group, frozen_linear
+from ops.scaled import build_dequantizing_group, frozen_linear
 
 Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
 SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -79,7 +79,7 @@ def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
 
 
 _LENGTH = len(GroupedLayout._fields)
-_GROUP = dequantizing_group(
+_GROUP = build_dequantizing_group(
     "grouped",
     "Tensor[] packed, int[] layouts",
     outs=lambda op: op.layouts[1::_LENGTH],

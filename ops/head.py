@@ -60,7 +60,7 @@ class LossKind:
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Compute the statistic of the logits [C] that `weigh` needs, None if it needs none."""
+        """Compute the statistic of the logits [C] that `weigh` needs; return None if it needs none."""
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -87,7 +87,7 @@ class LossKind:
 NLL = LossKind()
 
 
-def token_loss_sum(
+def sum_token_losses(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -121,10 +121,10 @@ def token_loss_sum(
     return loss
 
 
-def token_loss_sum_of_logits(
+def sum_token_losses_from_logits(
     logits_KV: Tensor, targets: Tensor, kind: LossKind = NLL, token_weights: Tensor | None = None
 ) -> Tensor:
-    """Compute `token_loss_sum` from all logits, differentiable in them."""
+    """Compute `sum_token_losses` from all logits, differentiable in them."""
     nll = F.cross_entropy(
         logits_KV.float(), targets.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=kind.smoothing
     )
@@ -145,9 +145,9 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], those of the base are 0.
+    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], the base's measures are 0.
 
-    The other arguments are as in `token_loss_sum`, with targets of at least 0. Only LOSS is differentiable, in
+    The other arguments are as in `sum_token_losses`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
     recomputes the logits chunk by chunk.
     """
@@ -173,7 +173,7 @@ class _TokenMeasures(torch.autograd.Function):
     ) -> Tensor:
         head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
-        copies = 1 if hidden.device.type == "cuda" else 6  # torch allocates 32-bit matrices as well
+        copies = 1 if hidden.device.type == "cuda" else 6  # torch also allocates 32-bit matrices
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * copies * vocabulary)))
         storage, base_CV = hidden.new_empty(matrices, size, vocabulary), None
         measures = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
@@ -222,7 +222,7 @@ class _TokenLossSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_output), None, None
+        return *_build_input_gradients(ctx, grad_output), None, None
 
 
 def _compute_losses(
@@ -287,14 +287,14 @@ class _Head:
         self.grad_values.addmm_(grad_CN.float().t(), hidden_CH)
 
 
-def divergence_sum(
+def sum_divergences(
     hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
 ) -> Tensor:
-    """Return sum_k KL(p_k || q_k) in nats, fp32, with p = softmax(factor h W^T) and q likewise from base_hidden.
+    """Return sum_k KL(p_k || q_k) in nats, fp32; p = softmax(factor h W^T), and q is the same for base_hidden.
 
     hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
     `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
-    `token_loss_sum`. Raises ValueError for shapes that do not fit.
+    `sum_token_losses`. Raises ValueError for shapes that do not fit.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
@@ -325,7 +325,7 @@ class _DivergenceSum(torch.autograd.Function):
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
         on_gpu = hidden.device.type == "cuda"
-        # The GPU kernel needs only the two matrices of logits; torch allocates four 32-bit matrices as well.
+        # The GPU kernel needs only the two matrices of logits; torch also allocates four 32-bit matrices.
         compute_rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
@@ -342,10 +342,10 @@ class _DivergenceSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_output)
+        return _build_input_gradients(ctx, grad_output)
 
 
-def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+def _build_input_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states and trained rows, with None for the other inputs."""
     grad_KH, grad_NH = ctx.saved_tensors
     grad_values = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)

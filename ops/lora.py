@@ -139,11 +139,11 @@ def dense_backward(op: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Ten
     """Return the gradients of x, of all A and of all B for weights [O_i, I] in the type of x."""
     grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1])
     mask = draw_mask(op.x, op.p, op.seed)
-    factors = adapter_gradients(grad_x, op.grads, op.x, weights, op.downs, op.ups, op.h, op.scales, mask)
+    factors = compute_adapter_gradients(grad_x, op.grads, op.x, weights, op.downs, op.ups, op.h, op.scales, mask)
     return grad_x.view(op.x.shape), *factors
 
 
-def adapter_gradients(
+def compute_adapter_gradients(
     grad_x: Tensor,
     grads: Sequence[Tensor],
     x: Tensor,
@@ -154,7 +154,7 @@ def adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and all B, and add x's to `grad_x` [T, I]; a weight of None adds nothing."""
+    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I]; a weight of None adds nothing."""
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]
@@ -285,7 +285,7 @@ def lora_group(
 
 
 def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:
-    """Replace missing biases by zeros if only some projections have one: autograd accepts no None in a list."""
+    """Replace missing biases with zeros if only some projections have one: autograd accepts no None in a list."""
     if len(biases) not in (0, len(outs)):
         raise ValueError(f"{len(biases)} biases for {len(outs)} weights: need one (or None) for each, or an empty list")
     if all(bias is None for bias in biases):

@@ -38,7 +38,7 @@ class Bundle:
 
     def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
         if not self.dropout:
-            return _scaled_product(x_PTI, down_PRI.mT, scale)
+            return _multiply_scaled(x_PTI, down_PRI.mT, scale)
         options = [scale], self.dropout, self.seed
         h_TR: Tensor = torch.ops.zerolora.lora_project(x_PTI[0], [down_PRI[0].contiguous()], *options)
         return h_TR[None, :, : down_PRI.shape[1]]
@@ -82,7 +82,7 @@ def add_adapters(
     return list(_AddAdapters.apply(x.detach(), bundles, len(ys), pending, *ys, *downs, *ups))
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _multiply_scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0, alpha=scale)
 
 
@@ -129,7 +129,7 @@ class _AddAdapters(torch.autograd.Function):
         walk = _walk(ctx.bundles, saved[: 2 * number])
         for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(walk, saved[2 * number :], strict=True):
             grad_PTO = bundle.rows(grads[layer])
-            grad_h_PTR = _scaled_product(grad_PTO, up_POR, scale)
+            grad_h_PTR = _multiply_scaled(grad_PTO, up_POR, scale)
             grad_downs.append(bundle.grad_down(bundle.rows(x), grad_h_PTR))
             grad_ups.append(grad_PTO.mT @ h_PTR)
             ctx.pending.append((bundle, grad_h_PTR, down_PRI))

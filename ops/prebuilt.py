@@ -22,7 +22,6 @@ IN_PACKAGE = Path(__file__).resolve().parent / "built"
 
 
 def cache_folder() -> Path:
-    """Return the folder for builds that runs compile."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
@@ -44,18 +43,18 @@ class Build:
 
     @property
     def name(self) -> str:
-        """Name of its folder, unique to these versions."""
+        """Name of the build's folder, unique to these versions."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         return f"zerolora_lora-{'-'.join(self.architectures)}-{digest}"
 
     def find_in(self, folder: Path) -> Path | None:
         """Return this build's library in a shared folder, or None."""
         library = folder / self.name / "zerolora_lora.so"
-        return library if library.is_file() and read(folder / self.name) == self else None
+        return library if library.is_file() and read_record(folder / self.name) == self else None
 
     def install(self, library: Path, folder: Path) -> Path:
         """Copy a library into a shared folder atomically, readable by everyone; return its path there."""
-        with temporary_folder(folder) as name:
+        with create_temporary_folder(folder) as name:
             staging = Path(name)
             shutil.copyfile(library, staging / library.name)
             (staging / library.name).chmod(0o755)
@@ -67,7 +66,7 @@ class Build:
         return folder / self.name / library.name
 
 
-def read(folder: Path) -> Build | None:
+def read_record(folder: Path) -> Build | None:
     """Read the record of the build in a folder; return None if it is missing or invalid."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -76,7 +75,7 @@ def read(folder: Path) -> Build | None:
         return None
 
 
-def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
+def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
     """Return a library for these sources, versions of torch, CUDA and Python, and architectures, or None.
 
     Searches the package, then the folders of ZEROLORA_OPS, then the cache.
@@ -84,7 +83,7 @@ def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -
     shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     for folder in (IN_PACKAGE, *shared, cache_folder()):
         for record in sorted(folder.glob(f"*/{RECORD}")):
-            build = read(record.parent)
+            build = read_record(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
             if set(cards) <= set(build.architectures) and (library := build.find_in(folder)) is not None:
@@ -92,13 +91,13 @@ def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -
     return None
 
 
-def temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+def create_temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """Create a temporary folder inside `folder`; its context deletes it unless it was renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix=".zerolora_lora-", dir=folder, ignore_cleanup_errors=True)
 
 
-def build_lock(path: Path) -> AbstractContextManager[object]:
+def acquire_build_lock(path: Path) -> AbstractContextManager[object]:
     """Wait for and acquire the lock of a build, which the end of the context or of the process releases."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)

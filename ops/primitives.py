@@ -110,6 +110,6 @@ def lora_backward(
             f" {tuple(x.shape)} {x.dtype} on {x.device}: types, devices and leading dimensions must match"
         )
     lora.check_adapters(x, [grad_output.shape[-1]], [lora_down], [lora_up], [scale], 0.0)
-    grad_x, grad_down, grad_up = (each.new_empty(each.shape) for each in (x, lora_down, lora_up))
+    grad_x, grad_down, grad_up = (tensor.new_empty(tensor.shape) for tensor in (x, lora_down, lora_up))
     torch.ops.zerolora.adapter_backward_(grad_output, x, lora_down, lora_up, scale, grad_x, grad_down, grad_up, False)
     return grad_x, grad_down, grad_up

@@ -133,7 +133,7 @@ def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: 
     out = torch.empty((math.prod(matrices), rows, 2 * half), dtype=dtype, device=groups[0].device)
     height = max(1, ELEMENTS_AT_ONCE // (2 * half))
     for index, matrix in enumerate(out):
-        *parts, order = (each.reshape(len(out), *each.shape[len(matrices) :])[index] for each in groups)
+        *parts, order = (part.reshape(len(out), *part.shape[len(matrices) :])[index] for part in groups)
         columns = order if order.numel() else torch.arange(2 * half, device=out.device) // group
         for begin in range(0, rows, height):
             span = slice(begin, begin + height)
@@ -146,8 +146,8 @@ def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, floats: int) -> T
     values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     wide = scales.float() / divisors if divisors.numel() else scales.float()
     if floats:
-        book = torch.tensor([*FP4_VALUES, *(-each for each in FP4_VALUES)], device=codes.device)
-        return book[values.int()] * wide[:, columns]
+        codebook = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
+        return codebook[values.int()] * wide[:, columns]
     return (values.float() - (zeros[:, columns].float() if zeros.numel() else 8.0)) * wide[:, columns]
 
 
@@ -157,9 +157,9 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     Two E2M1 values per byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
     """
     values = torch.tensor(FP4_VALUES, device=blocks.device)
-    code = torch.cat([values, -values])
+    codebook = torch.cat([values, -values])
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
-    wide = torch.ldexp(code[nibbles], (scales.to(torch.int32) - 127)[..., None])
+    wide = torch.ldexp(codebook[nibbles], (scales.to(torch.int32) - 127)[..., None])
     return wide.flatten(-2).to(dtype)
 
 
@@ -206,14 +206,14 @@ def dequantize_blocks(
     if out is None:
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
     out.copy_(q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q)
-    for rows, scale_rows, height in _spans(q.shape[-2], block[0]):
-        for cols, scale_cols, width in _spans(q.shape[-1], block[1]):
+    for rows, scale_rows, height in _split_into_spans(q.shape[-2], block[0]):
+        for cols, scale_cols, width in _split_into_spans(q.shape[-1], block[1]):
             blocks = out[..., rows, cols].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
             blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # computed in 32 bits, like the scales
     return out
 
 
-def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
+def _split_into_spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
     """Return the elements, their scales and the block length, for the full blocks and for a short last one."""
     full = size // block
     spans = [

@@ -41,7 +41,7 @@ def check_weights(
                 " gather the parameter first"
             )
         if value.dtype not in (torch.uint8, torch.int8) or value.dtype != values[0].dtype:
-            kinds = ", ".join(sorted({str(each.dtype) for each in values}))
+            kinds = ", ".join(sorted({str(value.dtype) for value in values}))
             raise ValueError(f"8-bit weights of type {kinds}: expected all uint8 (e4m3) or all int8")
         grid = value.shape[:1] if block is None else (-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
         if tuple(scale.shape) != tuple(grid) or scale.dtype != torch.float32:
@@ -51,10 +51,12 @@ def check_weights(
                 f" expected {tuple(grid)} of torch.float32"
             )
         if not value.device == scale.device == x.device:
-            raise ValueError(f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}")
+            raise ValueError(
+                f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}: move them together"
+            )
 
 
-def dequantizing_group(
+def build_dequantizing_group(
     name: str,
     weights: str,
     *,
@@ -97,10 +99,10 @@ def dequantizing_group(
     return lora.Group(name, weights, outs=outs, check=check, forward=forward, backward=backward, devices=devices)
 
 
-_GROUP = dequantizing_group(
+_GROUP = build_dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    outs=lambda op: [each.shape[0] for each in op.values],
+    outs=lambda op: [values.shape[0] for values in op.values],
     check=lambda op: check_weights(op.x, op.values, op.block_scales, op.block),
     dense=lambda op, i: reference.dequantize_blocks(op.values[i], op.block_scales[i], op.block, op.x.dtype),
 )
@@ -113,11 +115,11 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dense: Callable[..., Tensor], *stored: Tensor) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.dense = dense
-        return torch.nn.functional.linear(x, dense(*(each.data for each in stored), dtype=x.dtype))
+        return torch.nn.functional.linear(x, dense(*(tensor.data for tensor in stored), dtype=x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stored = [each.data for each in ctx.saved_tensors]  # read only once: checkpoints refuse a second read
+        stored = [tensor.data for tensor in ctx.saved_tensors]  # read only once: checkpoints refuse a second read
         none = (None,) * len(stored)
         if not ctx.needs_input_grad[0]:
             return None, None, *none
@@ -152,5 +154,5 @@ def scaled_group(
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
     values, block_scales = [weight.values for weight in weights], [weight.scales for weight in weights]
-    outs = [len(each) for each in values]
+    outs = [len(rows) for rows in values]
     return _GROUP(x, (values, block_scales, weights[0].block), outs, biases, downs, ups, scales, dropout)

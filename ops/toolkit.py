@@ -20,7 +20,7 @@ class BuildError(RuntimeError):
         self.unexpected = unexpected
 
 
-def toolkit_version() -> tuple[int, int]:
+def find_toolkit_version() -> tuple[int, int]:
     """Return (major, minor) of nvcc; raises BuildError without one."""
     try:
         major, minor = deepspeed_builder.installed_cuda_version()
@@ -48,16 +48,16 @@ def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> s
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
     if capability < (7, 5) and toolkit[0] >= 13:
         raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
-    return architecture_name(capability)
+    return format_architecture(capability)
 
 
-def architecture_name(capability: tuple[int, int]) -> str:
+def format_architecture(capability: tuple[int, int]) -> str:
     """Return the nvcc name of a card's architecture, '90a' for (9, 0)."""
     name = f"{capability[0]}{capability[1]}"
     return name + "a" if capability == (9, 0) else name
 
 
-def all_architectures(toolkit: tuple[int, int]) -> list[str]:
+def list_architectures(toolkit: tuple[int, int]) -> list[str]:
     """Return the architectures of an ahead-of-time build with this toolkit (12.0 or newer)."""
     return [*(["70"] if toolkit[0] == 12 else []), *COMMON_ARCHITECTURES, *(["120"] if toolkit >= (12, 8) else [])]
 
@@ -68,7 +68,7 @@ def build_ptx_flags(names: Sequence[str]) -> list[str]:
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 
 
-def gencode(name: str) -> str:
+def build_gencode_flag(name: str) -> str:
     """Return nvcc's flag for machine code of "90a", or for PTX of "compute_80"."""
     if name.startswith(PTX):
         return f"-gencode=arch={name},code={name}"
@@ -80,5 +80,5 @@ def parse_architectures(capabilities: Sequence[str]) -> list[str]:
     for text in capabilities:
         if not re.fullmatch(r"\d{1,2}\.\d", text):
             raise BuildError(f"--arch {text}: must be a compute capability, such as 9.0 (H100, H200) or 8.0 (A100)")
-    toolkit = toolkit_version()
+    toolkit = find_toolkit_version()
     return sorted({check_capability((int(text[:-2]), int(text[-1])), toolkit) for text in capabilities})

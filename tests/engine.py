@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trainer.config import LoraSection, TrainingSection, ZeroSection
 from trainer.contract.rendezvous import free_port
 from trainer.model.adapter import apply_adapter
-from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import DTYPES, build_deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import skip_shm_build
@@ -92,7 +92,7 @@ def adapted_engine_of(
     one_buffer = flatten_adapter(model, separate_up=bool(loraplus)) if flat else None
     fused = device.type == "cuda" or precision == "bf16"  # as on a GPU; torch has it on the CPU as well
     optimizer = build_optimizer(model, section, LoraSection(loraplus_lr_ratio=loraplus or None), fused=fused)
-    settings = deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
+    settings = build_deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
     engine = start_engine(model, optimizer, settings)
     install_workarounds(engine)
     if one_buffer is not None:

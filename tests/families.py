@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.multimodal import MULTIMODAL
+from tests.multimodal import MULTIMODAL, TEXT, VISION
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -34,6 +34,25 @@ SIZES: dict[str, Any] = {
     "ffn_hidden_size": 128, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384,
     "num_kv_shared_layers": 2, "laurel_rank": 8,
 }  # fmt: skip
+START: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {
+        "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }},
+}  # fmt: skip
+"""What a family's usual configuration cannot be made without."""
+PARTS: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma4_assistant": START["gemma4_assistant"],
+    "granite4_vision": {
+        "text_config": TEXT | {"model_type": "granite4_vision_text"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "hidden_size": 64},
+        "qformer_config": VISION | {"model_type": "blip_2_qformer", "hidden_size": 64, "encoder_hidden_size": 64},
+    },
+}  # fmt: skip
 NO_DROPOUT = (
     "hidden_dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "residual_dropout",
@@ -44,7 +63,6 @@ SLIDING = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGA": 381}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -52,6 +70,11 @@ OWN: dict[str, dict[str, Any]] = {
             for name in ("sliding_attention", "full_attention")
         },
     },
+    "blt": {"encoder_hash_byte_group_vocab": 500},
+    "blt_local_decoder": {"hidden_size_global": 64, "hidden_size": 64},
+    "blt_local_encoder": {"hidden_size_global": 64, "hidden_size": 64},
+    "blt_patcher": {"max_position_embeddings": 256},
+    "chameleon": {"vocabulary_map": {"<image>": 380, "IMGIMGAZ": 381}},
     "cwm": {"bos_token_id": 1},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
     "ernie4_5_vl_moe_text": {
@@ -64,6 +87,12 @@ OWN: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<|extra_200|>": 381, "<image>": 380}},
     "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
+    "gemma4_assistant": {"backbone_hidden_size": 64},
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 1]],
+        "spatial_target_layers": [0, 1, 2, 3],
+    },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4},
     "janus_vision_model": {"projection_dim": 64},
     "janus_vqgan": {"projection_dim": 64, "image_token_embed_dim": 64, "num_embeddings": 64},
@@ -72,8 +101,18 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "expand": 2},
     "modernbert-decoder": {"bos_token_id": 1},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_spark": {"projector_hidden_size": 64, "out_hidden_size": 64},
+    "muse_spark_vision": {"out_hidden_size": 64},
+    "muse_spark_audio": {
+        "patch_sizes": [16, 6],
+        "hidden_sizes": [32, 32],
+        "depths": [1, 1],
+        "num_hidden_layers": 2,
+        "out_hidden_size": 64,
+    },
     "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 64},
     "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 32},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -83,13 +122,26 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "radio": {"video_temporal_patch_size": 2},
-    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 381, "audio_start_token_id": 382},
+    "reformer": {"axial_pos_embds": False},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"head_dim": None, "v_head_dim": None, "qk_head_dim": None},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }  # None leaves a setting as it is
+WITH_MROPE = (
+    "glm4v",
+    "glm46v",
+    "glm_ocr",
+    "glmga",
+    "hunyuan_vl",
+    "paddleocr_vl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen2_5_omni",
+)
+"""Families whose usual sections of M-RoPE, which fit heads of 128, are not in their configuration."""
 FAMILIES = (
     "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert biogpt bitnet bloom codegen cohere "
     "cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 "
@@ -128,16 +180,18 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     """Return a configuration of some hundred thousand parameters with every kind of layer of the family."""
     from transformers import CONFIG_MAPPING
 
-    usual = CONFIG_MAPPING[kind]()
-    parts = MULTIMODAL.get(kind) or {
-        name: _part_settings(name, part) for name in usual.sub_configs if (part := getattr(usual, name, None))
-    }
+    usual = CONFIG_MAPPING[kind](**START.get(kind, {}))
+    parts = (
+        PARTS.get(kind)
+        or MULTIMODAL.get(kind)
+        or {name: _part_settings(name, part) for name in usual.sub_configs if (part := getattr(usual, name, None))}
+    )
     tokens = {name: 380 for name in vars(usual) if parts and name.endswith(("_token_id", "_token_index"))}
     return CONFIG_MAPPING[kind](**_text_settings(kind, usual) | tokens | parts | changes)
 
 
 def _part_settings(name: str, part: Any) -> dict[str, Any]:
-    is_text = name in ("text_config", "vlm_config", "global_config", "decoder_config") and part.model_type
+    is_text = name in ("text_config", "vlm_config", "global_config", "decoder_config", "decoder") and part.model_type
     kept = {each: _part_settings(each, inner) for each in part.sub_configs if (inner := getattr(part, each, None))}
     if is_text:
         return {"model_type": part.model_type} | _text_settings(part.model_type, part) | kept
@@ -167,7 +221,7 @@ def _text_settings(kind: str, usual: Any) -> dict[str, Any]:
             settings[name] = (list(dict.fromkeys(getattr(usual, name))) * 4)[:4]
     if "qk_rope_head_dim" in settings:
         settings |= {"num_key_value_heads": 4, "head_dim": 8}
-    if kind in ("glm_moe_dsa", "deepseek_v32", "axk2", "glm4_moe_lite"):
+    if kind in ("glm_moe_dsa", "deepseek_v32", "axk2", "glm4_moe_lite", "mistral4"):
         del settings["head_dim"]
     if hasattr(usual, "is_decoder"):
         settings["is_decoder"] = True
@@ -178,8 +232,9 @@ def _text_settings(kind: str, usual: Any) -> dict[str, Any]:
     if "activation_sparsity_pattern" in own:
         settings["activation_sparsity_pattern"] = None
     rope = getattr(usual, "rope_parameters", None) or {}
-    if "mrope_section" in rope:
-        settings["rope_parameters"] = rope | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
+    if "mrope_section" in rope or kind.startswith(WITH_MROPE):
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4} | rope
+        settings["rope_parameters"] |= {"mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
     return settings
 
 

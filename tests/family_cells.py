@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ CELLS = ("lora", "packed", "nf4", "stage3", "merged", "vllm")
 RELATIVE = 1e-6
 LOGITS = 1e-4
 """Largest difference of the logits of a merged model from the adapted one's, which sums in another order."""
+ROUNDING = 1e-3
+"""A larger difference is not taken for rounding, however far plain PEFT is from itself."""
 NO_RESULT = "failed: no result after"
 LARGEST = 20_000_000
 RANKS = 2
@@ -122,7 +125,7 @@ class Family:
         ours = [record["train/loss"] for record in records if "train/loss" in record]
         assert len(ours) == len(losses), "steps are missing"
         worst = max(compare_losses(ours, losses), compare_adapters(self._load(run), model))
-        if not RELATIVE < worst < LOGITS:
+        if not RELATIVE < worst < ROUNDING:
             return worst, 0.0
         others, other = self._reference(kind, rows=1)
         return worst, max(compare_losses(others, losses), compare_adapters(other, model))
@@ -211,12 +214,13 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 def train_on_ranks(ground: Path, **overrides: Any) -> None:
     """Run on `RANKS` forks of this process, which must not have trained yet. Raises what rank 0 raised."""
     settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
-    with TemporaryDirectory() as name:
-        folder, ranks = Path(name), []
+    with TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
+        folder, ranks, port = Path(name), [], free.getsockname()[1]
+        free.close()
         for rank in range(RANKS):
             if not (process := os.fork()):
                 try:
-                    with _joined(folder, rank):
+                    with _joined(folder, rank, port):
                         loaded = load_config(ground / "base.yaml", settings)
                         with (folder / f"console-{rank}").open("w") as file, as_one_of_many():
                             console = Console(file=file, width=200)
@@ -239,11 +243,11 @@ def train_on_ranks(ground: Path, **overrides: Any) -> None:
 
 
 @contextmanager
-def _joined(folder: Path, rank: int) -> Iterator[None]:
+def _joined(folder: Path, rank: int, port: int) -> Iterator[None]:
     from deepspeed import comm
 
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ.update(place, LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.environ.update(place, LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store = dist.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     with skip_shm_build():

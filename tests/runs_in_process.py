@@ -61,7 +61,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 # What the estimate of memory knows of a model: it makes an empty one for each, a quarter of a tiny image run's time.
 _KNOWN = [
     (trainer.memory.planner, "read_shapes", _once(read_shapes)),
-    (trainer.memory.image_models, "image_shapes", _once(trainer.memory.image_models.image_shapes)),
+    (trainer.memory.image_models, "read_image_shapes", _once(trainer.memory.image_models.read_image_shapes)),
     (trainer.memory.image_models, "observe_activations", _once(trainer.memory.image_models.observe_activations)),
 ]
 

@@ -3,13 +3,15 @@
 import json
 import random
 import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.mixtures import store_dequantised
 from tests.multimodal import DELTA, MROPE, MULTIMODAL, QWEN_VISION, TEXT, VISION
 from tests.plain_peft import train_steps, with_adapter
 from tests.tiny import make_tokenizer
@@ -20,12 +22,18 @@ from trainer.model.base import load_base_model
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
-TOWERS = r"model\.(visual|vision_tower|multi_modal_projector|embed_vision)\..*"
-"""What is not the language model."""
+TOWERS = (
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector|embed_vision)\..*"
+    r"|.*\.feed_forward\.router"
+)
+"""What is not the language model, and Llama 4's routers, which have no adapter by default."""
 PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), ("visual.merger",)) | {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("visual.merger", "visual.deepstack_merger_list.0")),
-    **dict.fromkeys(("gemma3", "mistral3", "internvl"), ("multi_modal_projector",)),
-    "gemma4": ("embed_vision",),
+    **dict.fromkeys(
+        ("gemma3", "mistral3", "internvl", "llama4", "lfm2_vl", "llava", "pixtral"), ("multi_modal_projector",)
+    ),
+    **dict.fromkeys(("smolvlm", "idefics3"), ("connector",)),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), ("embed_vision",)),
 }
 """What maps image features to embeddings."""
 COLORS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
@@ -72,6 +80,15 @@ INTERN = {
     "video_token": "<video>",
 }  # fmt: skip
 MISTRAL = {name: name for name in ("[IMG]", "[IMG_BREAK]", "[IMG_END]")}
+LLAMA = {
+    name: f"<|{name}|>"
+    for name in ("image", "patch", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
+}
+PLACES = [f"row_{row}_col_{column}" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)]
+IDEFICS = {name: f"<{name}>" for name in ("image", "fake_token_around_image", "global-img", *PLACES)}
+LFM = {"image": "<image>"} | {
+    name: f"<|{name}|>" for name in ("image_start", "image_end", "img_thumbnail", *(f"img_{each}" for each in PLACES))
+}
 PROCESSORS: dict[str, Family] = dict.fromkeys(
     ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN
 ) | {
@@ -98,7 +115,45 @@ PROCESSORS: dict[str, Family] = dict.fromkeys(
          "max_patches": 3},
         {"image_seq_length": 4},
     ),
+    "llama4": Family(
+        "<|image|>", r"<\|image_start\|>(<\|(image|patch|tile_._separator)\|>)+<\|image_end\|>", LLAMA,
+        {**NORMALISED, "image_processor_type": "Llama4ImageProcessor", "size": {"height": 28, "width": 28},
+         "max_patches": 4},
+        {"patch_size": 14}, named=False,
+    ),
+    "lfm2_vl": Family(
+        "<image>", r"<\|image_start\|>(<image>|<\|img_\w+\|>)+<\|image_end\|>", LFM,
+        {**NORMALISED, "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 14, "tile_size": 28,
+         "min_image_tokens": 1, "max_image_tokens": 4, "max_num_patches": 16, "max_tiles": 4,
+         "max_pixels_tolerance": 1.0},
+        named=False,
+    ),
+    "llava": Family(
+        "<image>", r"(<image>){4}", {"image": "<image>"},
+        {**NORMALISED, "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
+         "crop_size": {"height": 28, "width": 28}},
+        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}, named=False,
+    ),
 }  # fmt: skip
+PROCESSORS["gemma4_unified"] = replace(
+    PROCESSORS["gemma4"],
+    images={**PROCESSORS["gemma4"].images, "image_processor_type": "Gemma4UnifiedImageProcessor"},
+)
+PROCESSORS["pixtral"] = replace(
+    PROCESSORS["mistral3"], processor={**PROCESSORS["mistral3"].processor, "processor_class": "PixtralProcessor"}
+)
+for name, kind in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3")):
+    PROCESSORS[name] = Family(
+        "<image>",
+        r"(((<fake_token_around_image><row_\d_col_\d>(<image>)+)+\n)+\n)?"
+        r"<fake_token_around_image><global-img>(<image>)+<fake_token_around_image>",
+        IDEFICS,
+        {**NORMALISED, "image_processor_type": f"{kind}ImageProcessor", "size": {"longest_edge": 56},
+         "max_image_size": {"longest_edge": 28}},
+        {"image_seq_len": 1}, named=False,
+    )  # fmt: skip
+WITH_TORCHVISION = ("gemma4_unified", "mistral3", "pixtral", "llama4", "lfm2_vl")
+NO_VISION = "transformers reads its images with torchvision, which is not installed"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -119,6 +174,11 @@ def _settings(family: str, ids: Mapping[str, int]) -> dict[str, Any]:
         more = {"vocab_size": 400, "vocab_size_per_layer_input": 400, "use_bidirectional_attention": "vision"}
         vision = own["vision_config"] | {"pooling_kernel_size": 2}
         return own | {"text_config": own["text_config"] | more, "vision_config": vision} | tokens
+    if family == "gemma4_unified":
+        text |= {name: MULTIMODAL["gemma4"]["text_config"][name] for name in ("layer_types", "global_head_dim")}
+        vision = {"patch_size": 14, "pooling_kernel_size": 2, "mm_embed_dim": 32, "output_proj_dims": 32}
+        tokens = {f"{name}_id": ids[name] for name in GEMMA_4}
+        return {"text_config": text | {"sliding_window": 16}, "vision_config": vision, "audio_config": None} | tokens
     if family == "mistral3":
         own = MULTIMODAL[family]
         vision = own["vision_config"] | {"image_size": 112}
@@ -128,6 +188,26 @@ def _settings(family: str, ids: Mapping[str, int]) -> dict[str, Any]:
         vision = VISION | {"image_size": [56, 56], "patch_size": [14, 14]}
         token = {"image_token_id": ids["context_image_token"]}
         return {"text_config": text | {"model_type": "qwen2"}, "vision_config": vision, "image_seq_length": 4, **token}
+    if family in ("smolvlm", "idefics3"):
+        text |= {"model_type": "llama"}
+        return {"text_config": text, "vision_config": VISION, "scale_factor": 2, "image_token_id": ids["image"]}
+    if family == "llama4":
+        vision = MULTIMODAL[family]["vision_config"] | {"intermediate_size": 128}
+        text = MULTIMODAL[family]["text_config"] | {"vocab_size": 400}
+        named = {"image_token_index": ids["patch"], "boi_token_index": ids["image_start"]}
+        return {"text_config": text, "vision_config": vision, "eoi_token_index": ids["image_end"], **named}
+    if family == "lfm2_vl":
+        text |= {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": True}
+        vision = {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False} | {
+            name: value for name, value in VISION.items() if name != "image_size"
+        }
+        return {"text_config": text, "vision_config": vision, "image_token_id": ids["image"]}
+    if family in ("llava", "pixtral"):
+        kind = {"llava": "clip_vision_model", "pixtral": "pixtral"}[family]
+        vision = VISION | {"model_type": kind} | ({"image_size": 112, "head_dim": 16} if family == "pixtral" else {})
+        layer = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} if family == "pixtral" else {}
+        text |= {"model_type": "mistral" if family == "pixtral" else "llama"}
+        return {"text_config": text, "vision_config": vision, "image_token_index": next(iter(ids.values())), **layer}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = dict(zip(names, (ids[token] for token in QWEN_TOKENS), strict=True))
     rope = {name: value for name, value in MROPE.items() if name != "mrope_interleaved" or "qwen3" in family}
@@ -163,10 +243,26 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> 
     settings = _settings(family, {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.tokens.items()})
     settings["text_config"] = settings["text_config"] | text
     torch.manual_seed(seed)
-    AutoModelForMultimodalLM.from_config(AutoConfig.for_model(family, **settings)).save_pretrained(folder)
+    kind = "llava" if family == "pixtral" else family
+    AutoModelForMultimodalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(own.images))
     (folder / "processor_config.json").write_text(json.dumps(own.processor))
     return folder
+
+
+def store_dequantised_vision(source: Path, target: Path) -> Path:
+    """The model of `source` in 32 bits with the values of NF4, and its tokenizer and processor."""
+    store_dequantised(source, target, four_bit=True)
+    for file in source.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            shutil.copy(file, target)
+    return target
+
+
+def family_name(model_config: Any) -> str:
+    """The key of `PROCESSORS` of a model; Pixtral's model type is LLaVA's."""
+    is_pixtral = model_config.model_type == "llava" and model_config.vision_config.model_type == "pixtral"
+    return "pixtral" if is_pixtral else model_config.model_type
 
 
 def draw(path: Path, color: tuple[int, int, int], width: int = 40, height: int = 40) -> Path:
@@ -212,8 +308,9 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
         config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
     set_seed(config.seed)
-    kind, train = model.config.model_type, config.vision.train
-    excluded, in_full = "nothing" if train == "lora" else TOWERS, PROJECTORS[kind] if train == "projector" else ()
+    kind, train = family_name(model.config), config.vision.train
+    excluded = "|".join(config.lora.exclude_modules) or "nothing" if train == "lora" else TOWERS
+    in_full = PROJECTORS[kind] if train == "projector" else ()
     model, losses = with_adapter(model, config, excluded, [], in_full), list[float]()
     model.train()
     groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
@@ -238,8 +335,11 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
 def processed(prepared: Any, document: Sample) -> Any:
     """The inputs that the processor of transformers makes of a document's text and images."""
     text = prepared.tokenizer.decode(document.input_ids, skip_special_tokens=False)
-    family = PROCESSORS[prepared.model_config.model_type]
+    family = PROCESSORS[family_name(prepared.model_config)]
     text = re.sub(family.written, family.image, text)
     images = [decode_image(read_stored(each)[0], "") for part in document.images for each in part]
     assert prepared.images is not None
-    return prepared.images._processor(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)
+    inputs = prepared.images._processor(
+        text=[text], images=images or None, return_tensors="pt", add_special_tokens=False
+    )
+    return inputs.to(torch.float32)  # Llama 4's images are bf16

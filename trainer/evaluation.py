@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import LOSSES
-from trainer.parallel.engine.optimizer import averaged_weights
+from trainer.parallel.engine.optimizer import use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
@@ -41,9 +41,9 @@ class Evaluation:
         The `first` evaluation also measures the base's scores.
         """
         values: dict[str, float] = {}
-        with averaged_weights(self._engine):
+        with use_averaged_weights(self._engine):
             if self.has_data:
-                values["eval/loss"], further = self.loss()
+                values["eval/loss"], further = self.measure_loss()
                 values |= further
             scores = self._task.scores(self._engine)
             values |= {f"eval/{name}": value for name, value in scores.values.items()}
@@ -59,9 +59,9 @@ class Evaluation:
         return self.sign * values.get(best, math.nan), values
 
     @phase("evaluate")
-    def loss(self) -> tuple[float, dict[str, float]]:
+    def measure_loss(self) -> tuple[float, dict[str, float]]:
         """Return the held-out loss per target and metrics derived from it; every rank must call it."""
-        loss = self.held_out_loss()
+        loss = self.compute_held_out_loss()
         if not math.isfinite(loss):
             self._say(
                 f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
@@ -70,15 +70,15 @@ class Evaluation:
             )
         return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
 
-    def held_out_loss(self) -> float:
+    def compute_held_out_loss(self) -> float:
         """Return the held-out loss per target, in nats; every rank must call it."""
-        return self.mean_loss(self._task.evaluation())
+        return self.compute_mean_loss(self._task.evaluation())
 
-    def mean_loss(self, batches: Iterable[Any]) -> float:
+    def compute_mean_loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss per target in nats; every rank must call it."""
         return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
-        with averaged_weights(self._engine):
+        with use_averaged_weights(self._engine):
             self._task.sample(self._engine, when, step, folder)

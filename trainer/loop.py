@@ -74,7 +74,7 @@ class Loop:
         self._context.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
         try:
             with exclude_from_garbage_collection():
-                while self.continues:
+                while self.should_continue:
                     self._step()
                     self.after_step()
         except UserError as error:
@@ -88,7 +88,7 @@ class Loop:
         return self.position.step >= self._total_steps or self.stopped_early
 
     @property
-    def continues(self) -> bool:
+    def should_continue(self) -> bool:
         """Whether steps are left and no signal has arrived."""
         return not self.is_done and not self._stop
 
@@ -131,7 +131,7 @@ class Loop:
         """Start the clock and run the hooks before the next step is launched."""
         if self._previous is None:
             self._started = time.perf_counter()
-        PROGRESS.at_step(self.position.step + 1)
+        PROGRESS.begin_step(self.position.step + 1)
         for hook in self._hooks:
             hook.before_step(self.position.step + 1)
 
@@ -187,7 +187,7 @@ class Loop:
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _settle(self) -> None:
-        """Wait for the step in flight, if any, and report it; called before the next update, or earlier if needed."""
+        """Wait for the step in flight, if there is one, and report it; called before the next update at the latest."""
         if self._in_flight is None:
             return
         (step, launched, metrics), self._in_flight = self._in_flight, None
@@ -259,8 +259,8 @@ class Loop:
         values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
-        for each in measured:
-            values |= each
+        for metrics_of_hook in measured:
+            values |= metrics_of_hook
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         self._reporter.progress(step, values)

@@ -14,6 +14,7 @@ from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
+from trainer.config.errors import format_count
 from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, count_skipped_records
 from trainer.evaluation import Evaluation
@@ -162,7 +163,7 @@ class Run:
         timer.daemon = True
         timer.start()
         try:
-            model, (summary, *lines) = self.builder.model()
+            model, (summary, *lines) = self.builder.build_model()
         finally:
             timer.cancel()
         self.say.show(summary)
@@ -172,7 +173,7 @@ class Run:
 
     @phase("start engine")
     def _start_engine(self, model: Any) -> Engine:
-        engine, self.loss = self.builder.engine(model)
+        engine, self.loss = self.builder.start_engine(model)
         self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 
@@ -194,7 +195,7 @@ class Run:
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
-        bits = self.evaluation.mean_loss(batches) / math.log(2)
+        bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
         warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
@@ -203,11 +204,12 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
         is_single = find_choice(engine.module) is None
-        loss = self.builder.step_loss(self.loss, engine.module, self.say) if is_single else self.loss
+        loss = self.builder.build_step_loss(self.loss, engine.module, self.say) if is_single else self.loss
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.hooks(engine, self.steering, position, steps, count, sample, self.say, alone=is_single)
-        recovery = self.memory.recovery(self.ranks.world_size)
+        options = engine, self.steering, position, steps, count, sample, self.say
+        hooks = self.builder.build_hooks(*options, alone=is_single)
+        recovery = self.memory.build_recovery(self.ranks.world_size)
         stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(
@@ -237,8 +239,8 @@ class Run:
         patience, best = self.config.training.early_stopping, self.config.training.best_metric
         better, optimum = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {self.total_steps}: no {better} in {patience} "
-            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {optimum} is "
+            f"stopped early at step {position.step} of {self.total_steps}: no {better} in "
+            f"{format_count(patience or 0, 'evaluation')} (training.early_stopping={patience}); the {optimum} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         self.folder.log(position.step, {"train/stopped_early_of": float(self.total_steps)})
@@ -258,7 +260,7 @@ class Run:
         with self.folder.tolerate_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in self._count_skipped().items():
-            self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
+            self.say(f"{source}: skipped {format_count(count, 'record')} (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()
         if self._stopped:
             self.folder.print_resume_command(position.step)

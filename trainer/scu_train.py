@@ -1,4 +1,4 @@
-"""The program that a rank runs with the flags of `zerolora scu-train`, for other launchers.
+"""Entry point of a rank if torchrun or DeepSpeed starts it; takes the flags of `zerolora scu-train`.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """

@@ -51,7 +51,7 @@ class StepResult:
     nonfinite_ranks: int = 0
     """Number of ranks with a non-finite local loss."""
     nonfinite_rank: int | None = None
-    """The rank with a non-finite local loss, if there is only one."""
+    """The rank with a non-finite local loss; None unless there is exactly one."""
     own_is_nonfinite: bool = False
     """Whether the local loss of this rank was not finite."""
 
@@ -138,7 +138,7 @@ def train_step(
     `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
     """
     engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
-    counts = _global_counts(batches, stop, save, ranks, device)
+    counts = _sum_counts(batches, stop, save, ranks, device)
     # Undoes the engine's division by accumulation steps and ranks; a device tensor if there are several ranks.
     scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
@@ -146,7 +146,7 @@ def train_step(
     skipped_before = engine.skipped_steps
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        _micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
+        _run_micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
         if is_last:
             own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(NONFINITE + ranks.rank))
             sums[2] = own_nonfinite
@@ -169,7 +169,7 @@ def train_step(
     return StepInFlight(torch.cat([counts, torch.stack(numbers)]))
 
 
-def _micro_step(
+def _run_micro_step(
     context: StepContext,
     batch: Batch,
     sums: torch.Tensor,
@@ -178,9 +178,9 @@ def _micro_step(
     steering_at: int | None,
     accumulation: int,
 ) -> None:
-    """Run forward and backward pass of a micro-batch, and add its loss to `sums`.
+    """Run the forward and backward passes of a micro-batch, and add its loss to `sums`.
 
-    `steering_at` is the step number in the step's last micro-batch, to which the penalty is added, otherwise None.
+    `steering_at` is the step number for the step's last micro-batch, which adds the penalty; None for the others.
     """
     with context.own_time():
         loss_local = context.loss(context.engine, batch, context.engine.device)
@@ -194,9 +194,7 @@ def _micro_step(
         context.engine.backward(total)
 
 
-def _global_counts(
-    batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device
-) -> torch.Tensor:
+def _sum_counts(batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device) -> torch.Tensor:
     """Return target weight, target tokens, tokens, stops and saves summed over ranks, in fp64 [5] on the device."""
     weight = sum(batch.target_weight for batch in batches)
     targets = sum(batch.target_count for batch in batches)

@@ -1,4 +1,4 @@
-"""The program that a rank runs; trainer/entry/rank.py does the training.
+"""Entry point of a rank, which then runs trainer/entry/rank.py.
 
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """

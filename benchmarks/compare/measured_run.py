@@ -101,7 +101,7 @@ class MeasuredEvaluation(Evaluation):
         super().__init__(task, engine, *others, **options)
         self._measure_loss = partial(measure, engine)
 
-    def held_out_loss(self) -> float:
+    def compute_held_out_loss(self) -> float:
         return self._measure_loss()
 
 
@@ -217,9 +217,9 @@ def _target_counts(documents: list[Sample]) -> list[int]:
 def compute_row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the sum over targets of KL(adapter || base) of each row of a micro-batch, nats, fp64 [B]."""
     loss = TokenLoss(model)
-    adapted, targets = loss.logits(model, batch, model.device)
+    adapted, targets = loss.compute_logits(model, batch, model.device)
     with bypass_adapter(model):
-        base, _ = loss.logits(model, batch, model.device)
+        base, _ = loss.compute_logits(model, batch, model.device)
     rows = []
     for one, other, target in zip(adapted, base, targets, strict=True):
         log_p, log_q = one.float().log_softmax(-1), other.float().log_softmax(-1)

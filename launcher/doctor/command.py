@@ -33,10 +33,10 @@ from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, s
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
 from launcher.targets.hostfile import SSH, find_unreachable
-from launcher.targets.local import Command, exported_variables, write_environment
+from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
-from trainer.config.errors import printable
+from trainer.config.errors import format_count, printable
 from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.json_records import MARK, Check
@@ -75,12 +75,12 @@ def doctor(
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
-    show(checks, as_json=as_json)
+    print_checks(checks, as_json=as_json)
     raise typer.Exit(1 if any(check.state == "FAIL" for check in checks) else 0)
 
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
-    """Check this host, the other hosts and the connections to them, and all ranks together, as far as possible."""
+    """Check this host, the other hosts, and the ranks' connections; leave out checks that cannot run."""
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
@@ -88,7 +88,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
-        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "see the checks above")]
+        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "fix the problems above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
     with tempfile.TemporaryDirectory() as folder:
@@ -124,8 +124,8 @@ def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) 
         return check_nodes_by_srun(allocation, arguments)
     if request.hostfile is None:
         return []
-    reached = list(check_ssh(list(select_slots(request))))
-    return [*reached, *check_hosts_by_ssh([check.host for check in reached if check.state == "OK"], arguments)]
+    ssh_checks = list(check_ssh(list(select_slots(request))))
+    return [*ssh_checks, *check_hosts_by_ssh([check.host for check in ssh_checks if check.state == "OK"], arguments)]
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
@@ -134,13 +134,13 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if output is None:
-        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], {}
+        return [Check("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")], {}
     return [Check(**check) for check in output["checks"]], output["need"]
 
 
 def check_ranks(command: Command) -> list[Check]:
     """Start the ranks as a run would, and let them test their connections."""
-    PROGRESS.show(f"starting {command.ranks} ranks to test their connections")
+    PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
     output, problem = _run(command, RANKS_PATIENCE_S)
     if output is None:
         return [Check("ranks", "FAIL", problem, f"run this yourself: {command.shell()}")]
@@ -156,8 +156,8 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
             if any(process.returncode for process in processes):  # the others cannot finish without the failed one
                 deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
-        late = [process for process in processes if process.poll() is None]
-        for process in late:
+        still_running = [process for process in processes if process.poll() is None]
+        for process in still_running:
             process.terminate()  # makes srun and mpirun end their ranks
         end_sessions([process.pid for process in processes])
         codes = [process.wait() for process in processes]
@@ -169,12 +169,12 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
                 return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
-    if len(late) == len(processes):
+    if len(still_running) == len(processes):
         return None, f"no answer within {patience_s:g} s"
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
-def show(checks: Iterable[Check], *, as_json: bool) -> None:
+def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
     """Print the table, or one JSON object with `checks` and the `counts` of each state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLORS}
@@ -217,16 +217,16 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
 
 def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on these hosts, and return the checks of all but this one."""
-    variables = exported_variables(os.environ)
+    variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
+    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_build_local_doctor_command(arguments))}"
     return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
 
 
 def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on every node of an allocation, and return the checks of all but this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
-    command = _local_doctor_command(arguments)
+    command = _build_local_doctor_command(arguments)
     return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
 
 
@@ -237,14 +237,14 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     checks: list[Check] = []
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
-        problem = f"fails there: {output.splitlines()[-1][:300]}"
+        problem = f"the checks on this host failed: {output.splitlines()[-1][:300]}"
         checks += parse_answer(result.stdout, host) or [
-            Check("doctor", "FAIL", problem, "run `zerolora doctor` there", host)
+            Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
     return [check for check in checks if check.host != host_name()]
 
 
-def _local_doctor_command(arguments: Sequence[str]) -> list[str]:
+def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 

@@ -17,6 +17,7 @@ import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig
+from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
@@ -28,7 +29,7 @@ GIB = 2**30
 SMI_TIMEOUT_S = 60.0
 # Oldest compute capability that torch's builds and the operators support.
 MIN_CAPABILITY = (7, 0)
-# Memory for a 1B model in 4 bits: 8 decimal GB, as GPUs are sold.
+# A 1B model in 4 bits needs a GPU that is sold with 8 GB, which are decimal.
 MIN_GPU_MIB = 8e9 / 2**20
 # For Granite 4.0 H and Falcon H1; unless both are installed, transformers computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
@@ -45,8 +46,8 @@ TEST_FILE_BYTES = 2**20
 def check_packages() -> Iterator[Check]:
     """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    yield Check("python", "OK" if good else "FAIL", f"{version} at {sys.executable}", "" if good else "install 3.11")
+    state: State = "OK" if sys.version_info >= (3, 11) else "FAIL"
+    yield Check("python", state, f"{version} at {sys.executable}", "install 3.11" * (state == "FAIL"))
     failed = list(_check_dependencies())
     yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
@@ -60,9 +61,9 @@ def check_packages() -> Iterator[Check]:
 def check_bytecode() -> Check:
     """Check that the large libraries are compiled to bytecode, so that ranks start faster."""
     if missing := find_missing_bytecode():
-        found = f"missing for {', '.join(missing)}: the first start on this machine compiles 3,000 modules"
+        problem = f"missing for {', '.join(missing)}: the first start on this machine compiles 3,000 modules"
         return Check(
-            "bytecode", "WARN", found, "python -m compileall -q -j 0 on site-packages, as the user who installed them"
+            "bytecode", "WARN", problem, "run `python -m compileall -q -j 0` on site-packages, as the user who owns it"
         )
     return Check("bytecode", "OK", "compiled")
 
@@ -87,13 +88,13 @@ def check_driver() -> Iterator[Check]:
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
     if shutil.which("nvidia-smi") is None:
-        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install its driver")
+        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install the NVIDIA driver")
         return
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     fix = "the driver and its kernel module must have the same version: reinstall the driver, and restart the host"
     try:
-        listing = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
-        shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _nvidia_smi().stdout)
+        listing = _run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
+        driver_cuda = re.search(r"CUDA Version: *(\d+)\.(\d+)", _run_nvidia_smi().stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Check("driver", "FAIL", f"nvidia-smi does not answer ({error})", fix)
         return
@@ -102,18 +103,18 @@ def check_driver() -> Iterator[Check]:
         yield Check("driver", "FAIL", f"nvidia-smi: {words[0]}", fix)
     for number, line in enumerate(listing.stdout.strip().splitlines() if not listing.returncode else ()):
         name, total, free, driver, capability = (word.strip() for word in line.split(","))
-        found = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
+        description = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
         if reason := _find_gpu_limitation(total, capability):
             fix = "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU"
-            yield Check(f"GPU {number}", "WARN", f"{reason}: {found}", fix)
+            yield Check(f"GPU {number}", "WARN", f"{reason}: {description}", fix)
         else:
-            yield Check(f"GPU {number}", "OK", found)
-    if (built := _torch_cuda_version()) is None:
+            yield Check(f"GPU {number}", "OK", description)
+    if (torch_cuda := _read_torch_cuda_version()) is None:
         fix = "install a CUDA build of torch (pytorch.org/get-started)"
         yield Check("CUDA", "FAIL", "this torch was built without CUDA", fix)
-    elif shown is not None and int(shown.group(1)) < int(built.partition(".")[0]):
-        supported = f"{shown.group(1)}.{shown.group(2)}"
-        problem = f"torch was built for {built}, and the driver supports at most {supported}"
+    elif driver_cuda is not None and int(driver_cuda.group(1)) < int(torch_cuda.partition(".")[0]):
+        supported = f"{driver_cuda.group(1)}.{driver_cuda.group(2)}"
+        problem = f"torch was built for {torch_cuda}, and the driver supports at most {supported}"
         yield Check("CUDA", "FAIL", problem, "update the driver")
 
 
@@ -126,17 +127,17 @@ def _find_gpu_limitation(total: str, capability: str) -> str:
     return ""
 
 
-def _torch_cuda_version() -> str | None:
+def _read_torch_cuda_version() -> str | None:
     """Return the CUDA version in torch/version.py, read as text because importing torch takes seconds."""
-    found = importlib.util.find_spec("torch")
-    folders = found.submodule_search_locations if found else None
+    spec = importlib.util.find_spec("torch")
+    folders = spec.submodule_search_locations if spec else None
     path = Path(folders[0], "version.py") if folders else None
     text = path.read_text(encoding="utf-8") if path and path.is_file() else ""
-    built = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
-    return built.group(1) if built else None
+    match = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
-def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
@@ -159,7 +160,7 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free / GIB
-    found = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
+    description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
     fix = "free some space, or use another folder"
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
@@ -168,30 +169,30 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
             os.fsync(file.fileno())
     except OSError as error:
         reason = "the quota is used up" if error.errno == errno.EDQUOT else error.strerror
-        return Check(name, "FAIL", f"{found}, but a file of 1 MiB cannot be written: {reason}", fix)
+        return Check(name, "FAIL", f"{description}, but a file of 1 MiB cannot be written: {reason}", fix)
     if free < max(MIN_FREE_GIB, needed_gib):
-        return Check(name, "FAIL", found, fix)
-    return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", found, fix if free < RECOMMENDED_GIB else "")
+        return Check(name, "FAIL", description, fix)
+    return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", description, fix if free < RECOMMENDED_GIB else "")
 
 
 def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Iterator[Check]:
     """Check host memory and /dev/shm for `ranks` ranks on this host."""
-    bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
+    failed_state: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    each = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
-    needed, estimated = ranks * each, "by the estimate" if need else "before any model"
-    found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
-    fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
-    yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)
+    per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
+    needed, estimated = ranks * per_rank, "by the estimate" if need else "before any model"
+    description = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
+    fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
+    yield Check("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
     try:
         shared = shutil.disk_usage("/dev/shm")
     except OSError:
-        yield Check("/dev/shm", bad, "it is missing", "mount a tmpfs there")
+        yield Check("/dev/shm", failed_state, "missing", "mount a tmpfs at /dev/shm")
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
-    found = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
+    description = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
     fix = "remove files of earlier runs; in a container start it with --shm-size=8g"
-    yield Check("/dev/shm", "OK" if enough else bad, found, "" if enough else fix)
+    yield Check("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
 
 
 def check_locks() -> Iterator[Check]:
@@ -202,16 +203,16 @@ def check_locks() -> Iterator[Check]:
         if lock.holder is not None:
             yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
-            found = f"{lock.path}: stale: {lock.age_s / 60.0:.0f} minutes old, and held by no process of this host"
-            yield Check("build lock", "FAIL", found, f"rm {lock.path}")
+            description = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, held by no process of this host"
+            yield Check("build lock", "FAIL", description, f"rm {lock.path}")
     if not locks:
         yield Check("build locks", "OK", f"none in {root}")
 
 
 def check_port(port: int | None) -> Check:
-    """Check that `port` is free on this host, if one was set."""
+    """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
-        return Check("port", "OK", "a free one is chosen at the start; --master-port sets it")
+        return Check("port", "OK", "a free port is chosen at the start, unless --master-port is set")
     if reason := find_port_problem(port):
         fix = "use another --master-port, or end the process that listens there"
         return Check("port", "FAIL", f"{port} on {host_name()} is taken ({reason})", fix)

@@ -39,7 +39,7 @@ def set_model(t: Translation) -> None:
     """Set the base model and its tokens; refuse unsupported bases and plugins."""
     common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
-        t.refuse("model_quantization_config", "the base is used as stored; use the 16-bit model")
+        t.refuse("model_quantization_config", "a base that stays in this format is not supported; use the 16-bit model")
     for plugin in split_names(t.get("plugins")):
         for part, reason in PLUGINS_REFUSED.items():
             if f".{part}" in plugin:
@@ -80,7 +80,7 @@ def set_adapter(t: Translation) -> None:
         names = find_names(pattern)
         t.put("lora.target_modules", names or [pattern], "lora_target_modules")
         if names:
-            t.note("lora_target_modules", "the pattern is replaced by these names, in the language model only")
+            t.note("lora_target_modules", "the pattern is replaced with these names, in the language model only")
     common.set_experts(t)
 
 
@@ -101,6 +101,11 @@ def set_training(t: Translation) -> None:
     elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
         t.put("training.min_lr_ratio", min_ratio, "cosine_min_lr_ratio")
+    if (total := t.get("batch_size")) and t.get("gradient_accumulation_steps"):
+        t.refuse("batch_size", "gradient_accumulation_steps is set as well; remove one of them")
+    elif total:
+        steps = max(1, total // max(1, t.get("micro_batch_size", 1)))
+        t.put("training.gradient_accumulation_steps", steps, "batch_size")
     common.set_warmup(t)
     common.set_precision(t)
     checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
@@ -121,7 +126,7 @@ def set_saves_and_evaluations(t: Translation) -> None:
 
 def set_data(t: Translation) -> None:
     """Set the sources, the sequence length, packing and the held-out data."""
-    refuse_vision(t)
+    check_media(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
         (at, entry), *others = list_entries(t, "pretraining_dataset")
@@ -137,7 +142,7 @@ def set_data(t: Translation) -> None:
         if len(held_out) > 1:
             t.note_unsupported("test_datasets", f"only the first of {len(held_out)} is used")
         if t.get("val_set_size"):
-            t.refuse("val_set_size", "test_datasets is given as well; remove one of them")
+            t.refuse("val_set_size", "test_datasets is also set; remove one of them")
         t.put("dataset.evaluation", held_out[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
@@ -157,18 +162,19 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
     return [(at, {"path": entry} if isinstance(entry, str) else entry) for at, entry in named]
 
 
-def refuse_vision(t: Translation) -> None:
-    """Report an error for data with images or audio."""
+def check_media(t: Translation) -> None:
+    """Report an error for audio, and for images if the model is not trained on images here."""
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
-    if t.get("processor_type") and t.get("skip_prepare_dataset"):
-        t.refuse("processor_type", common.VISION)
-    elif re.search(r"(?<![a-z])(llava|images?|vision|audio|vqa|librispeech)(?![a-z])", paths):
+    has_processor = t.get("processor_type") and t.get("skip_prepare_dataset")
+    if re.search(r"(?<![a-z])(audio|librispeech)(?![a-z])", paths):
         t.refuse("datasets", common.VISION)
+    elif has_processor or re.search(r"(?<![a-z])(llava|images?|vision|vqa)(?![a-z])", paths):
+        common.check_images(t, "base_model")
+        t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the settings of one source."""
-    if entry.get("message_field_training") in ("train", "training", "weight"):  # these names are read anyway
+    if entry.get("message_field_training") in ("train", "training", "weight"):  # recognized without a setting
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     if not entry.get("path"):
         t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or a dataset on the hub")
@@ -209,7 +215,7 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
         fields = {"completion": "output"}
         return {"format": "custom", "template": with_input, "template_without_input": without, "fields": fields}
     if kind is None:
-        problem = "missing; tokenized sources are not supported, so set the type of their texts"
+        problem = "missing, and tokenized data is not supported; set the prompt format of the data"
     else:
         problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
     t.report(at, UNSET if kind is None else kind, problem)
@@ -248,7 +254,7 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
 
 
 def read_shared(t: Translation, name: str) -> tuple[Any, str]:
-    """Return the value of a key that all sources share here, and the key of the file that sets it."""
+    """Return the value of a key that must be the same for all sources, and the dotted name that sets it."""
     if t.get(name):
         return t.get(name), name
     values = [(entry[name], f"{at}.{name}") for at, entry in list_entries(t) if name in entry]
@@ -258,7 +264,7 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
 
 
 def set_chat_template(t: Translation) -> None:
-    """Set the chat template, which all sources share."""
+    """Set the chat template, which must be the same for all sources."""
     common.set_thinking(t)
     (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
     is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
@@ -271,7 +277,7 @@ def set_chat_template(t: Translation) -> None:
 
 
 def set_roles(t: Translation) -> None:
-    """Set the roles to train on, which all sources share."""
+    """Set the roles to train on, which must be the same for all sources."""
     roles, at = read_shared(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
         ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))

@@ -22,7 +22,7 @@ from trainer.contract.output_files import check_settings_file
 from trainer.contract.whole_files import write_whole
 
 TRANSLATORS = {"Axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
-"""Trainer -> module, imported only for its trainer, because it reads a table."""
+"""Trainer -> module, which is imported only when needed, because it reads a table."""
 
 
 def import_(
@@ -55,7 +55,7 @@ def import_(
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
     """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
     if len(arguments) > 1 and arguments[0].endswith((".yaml", ".yml", ".json")):
-        raise UserError(f"{arguments[1]}: is no option of zerolora import; pass {arguments[0]} alone")
+        raise UserError(f"{arguments[1]}: not an option of zerolora import; pass only {arguments[0]}")
     if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
         foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
     else:
@@ -63,7 +63,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     module = importlib.import_module(f"launcher.importing.{TRANSLATORS[foreign.trainer]}")
     translation: Translation = module.translate(foreign)
     translation.finish()
-    leave_out_unread(translation)
+    drop_unused_settings(translation)
     try:
         load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
     except UserErrors as errors:
@@ -73,8 +73,8 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     return translation
 
 
-def leave_out_unread(translation: Translation) -> None:
-    """Replace settings without effect by remarks, because other trainers accept options of disabled features."""
+def drop_unused_settings(translation: Translation) -> None:
+    """Replace settings without effect with remarks, because other trainers accept options of disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # load_text reports it
@@ -82,7 +82,7 @@ def leave_out_unread(translation: Translation) -> None:
     for unused in find_unused_settings(config):
         if unused.name in translation.settings and not unused.need.replaces:
             names = translation.settings.pop(unused.name).names
-            for name in names[:1]:  # there is none for a default
+            for name in names[:1]:  # a default has no names
                 translation.note_unsupported(
                     name, f"{unused.name} would have no effect, because {unused.need.reason(config)}"
                 )
@@ -95,10 +95,10 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
         if not dataset_dir.is_dir():
-            raise UserError(f"--dataset-dir {dataset_dir}: no such folder; use that of dataset_info.json")
+            raise UserError(f"--dataset-dir {dataset_dir}: no such folder; pass the folder of dataset_info.json")
     trainer = recognize_trainer(tree, min_names=1)
     if dataset_dir is not None and trainer == "Axolotl":
-        raise UserError(f"--dataset-dir {dataset_dir}: only LLaMA-Factory has one; remove it")
+        raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove it")
     if trainer is None:
         raise UserError(f"{path}: not a configuration of {', '.join(TRANSLATORS)}; use `zerolora train` for zerolora's")
     if trainer not in TRANSLATORS:
@@ -115,7 +115,7 @@ COLUMN = 56
 
 
 def format_yaml(translation: Translation, name: str) -> str:
-    """Return the text of a configuration file with the given name."""
+    """Return the configuration file as YAML text; `name` is its file name."""
     foreign = translation.foreign
     lines = ["#", *_wrap_comment("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
     lines += _format_remarks(foreign, "Differences:", translation.different)
@@ -124,7 +124,7 @@ def format_yaml(translation: Translation, name: str) -> str:
         names = ", ".join(sorted(dict.fromkeys(translation.no_effect)))
         lines += ["#", *_wrap_comment("# ", f"Without effect here: {names}.", "#   ")]
     lines += ["", *_format_section(translation, RunConfig, "", "")]
-    return "\n".join([f"# zerolora train {_printable(name)}", *lines]) + "\n"
+    return "\n".join([f"# zerolora train {_escape(name)}", *lines]) + "\n"
 
 
 def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
@@ -136,20 +136,20 @@ def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]])
 
 def _describe_origin(foreign: Foreign, names: tuple[str, ...]) -> str:
     """Return `line 12, sequence_len`."""
-    line = foreign.line(names[0])
+    line = foreign.find_line(names[0])
     return f"line {line}, {', '.join(names)}" if line else ", ".join(names)
 
 
-def _wrap_comment(first: str, text: str, other: str) -> list[str]:
+def _wrap_comment(first: str, text: str, continuation: str) -> list[str]:
     return textwrap.wrap(
-        _printable(text), WIDTH, initial_indent=first, subsequent_indent=other, break_on_hyphens=False,
+        _escape(text), WIDTH, initial_indent=first, subsequent_indent=continuation, break_on_hyphens=False,
         break_long_words=False,
     )  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape characters that could end a comment, which names of files and keys may contain."""
-    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _format_section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
@@ -167,5 +167,5 @@ def _format_section(translation: Translation, section: type[BaseModel], prefix: 
             first, *rest = textwrap.indent(text, indent).split("\n")[:-1]
             foreign, names = translation.foreign, setting.names
             origin = _describe_origin(foreign, names) if names else f"the default of {foreign.trainer}"
-            lines += [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
+            lines += [f"{first:<{COLUMN}}  # {_escape(origin)}", *rest]
     return lines + inner

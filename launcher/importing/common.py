@@ -1,4 +1,4 @@
-"""Rules shared by Axolotl, LLaMA-Factory and TRL, which have many settings of transformers."""
+"""Translation rules shared by Axolotl, LLaMA-Factory and TRL, which use many settings of transformers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
+UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
+"""A pattern of the names of models that are trained on text only here."""
 NO_DATA = "set it to the data to train on"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
@@ -45,7 +47,7 @@ def build_alpaca_prompts(style: str) -> tuple[str, str]:
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
     """Set preference training with weighted losses, or a reward model if `losses` is None.
 
-    `length` is their key for the length of a prompt with one answer; our setting counts both answers of a pair.
+    `length` is the other trainer's key for the length of a prompt with one answer; our setting counts both answers.
     """
     for name in names:
         if isinstance(weight := t.get(name), int | float) and weight < 0:
@@ -65,8 +67,14 @@ def check_model(t: Translation, name: str) -> None:
     """Require a model, and refuse quantized ones by their name."""
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
-    if found := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
-        t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
+    if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
+        t.refuse(name, f"its weights are in {match.group(1)}; use the 16-bit model")
+
+
+def check_images(t: Translation, name: str) -> None:
+    """Refuse models by their name if they are not trained on images here."""
+    if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
+        t.refuse(name, REASONS["images"])
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:
@@ -84,9 +92,9 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 
 def set_precision(t: Translation, default: str = "auto") -> None:
     """Set the precision from bf16 and fp16, which may be true, false or auto."""
-    bf16, fp16 = t.first("bf16", "bfloat16"), t.first("fp16", "float16")
+    bf16, fp16 = t.get_first("bf16", "bfloat16"), t.get_first("fp16", "float16")
     if bf16 in (True, "full") and fp16:
-        t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is set as well; remove one of them")
+        t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is also set; remove one of them")
     if t.get("pure_bf16") or bf16 in (True, "full"):
         chosen = "bf16"
     elif bf16 == "auto" or (bf16 is None and not fp16):
@@ -97,12 +105,12 @@ def set_precision(t: Translation, default: str = "auto") -> None:
 
 
 def set_attention(t: Translation, *names: str) -> None:
-    """Set the attention implementation: eager or sdpa by name, others as auto, because their results are equal."""
+    """Set the attention implementation: eager and sdpa as named, auto for all others, because results are equal."""
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
     if not re.fullmatch(ATTENTION, str(t.get(name))):
-        t.refuse(name, "must be eager, sdpa, flash_attention_2 or 3, flex_attention, or a kernel of the hub")
+        t.refuse(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
@@ -112,7 +120,7 @@ def set_attention(t: Translation, *names: str) -> None:
 def check_bits(t: Translation) -> None:
     """Refuse a base in both 4 and 8 bits, as bitsandbytes does."""
     if t.get("load_in_4bit") and t.get("load_in_8bit"):
-        t.refuse("load_in_8bit", "load_in_4bit is set as well; remove one of them")
+        t.refuse("load_in_8bit", "load_in_4bit is also set; remove one of them")
 
 
 def set_bits(t: Translation, name: str) -> None:
@@ -135,7 +143,7 @@ def set_default_targets(t: Translation, name: str) -> None:
 
 
 def set_experts(t: Translation) -> None:
-    """Adapt experts that are stored as one tensor only if named, because PEFT's all-linear excludes them."""
+    """Adapt fused experts (stored as one tensor) only if they are named, because PEFT's all-linear excludes them."""
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):
@@ -144,20 +152,20 @@ def set_experts(t: Translation) -> None:
 
 def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None) -> None:
     """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
-    strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
-    steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
+    strategy = t.get_first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
+    steps, per_epoch = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
         if strategy != "no" and t.get(key, 0) < 0:
             t.refuse(key, "must be 0 or more")
-    if steps and each:
-        t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is set as well; remove one of them")
+    if steps and per_epoch:
+        t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is also set; remove one of them")
     chosen = default
-    if strategy == "no" or each == 0 or steps == 0:
+    if strategy == "no" or per_epoch == 0 or steps == 0:
         chosen = ("steps", 0)
     elif strategy == "epoch":
         chosen = ("s_per_epoch", 1)
-    elif steps or each:
-        chosen = ("steps", steps) if steps else ("s_per_epoch", each)
+    elif steps or per_epoch:
+        chosen = ("steps", steps) if steps else ("s_per_epoch", per_epoch)
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
     if chosen and chosen[0] != "steps" and t.get_setting("dataset.streaming"):
         if name := next((name for name in names if t.get(name) is not None), None):
@@ -208,7 +216,7 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
 
 
 def set_thinking(t: Translation) -> None:
-    """Set arguments of the chat template, which reasoning models have."""
+    """Set the chat template's arguments, such as `enable_thinking` for reasoning models."""
     names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
     if arguments := t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}:
         t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)
@@ -231,7 +239,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file of a key and convert it to `kind`; None if it is missing, or damaged, which is reported."""
+    """Read the file of a key and convert it to `kind`; return None if it is missing or damaged, and report damage."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -245,11 +253,11 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert a value in the file of a key to `kind`; None if it does not fit, which is reported."""
+    """Convert a value in the file of a key to `kind`; report an error and return None if it does not fit."""
     problems: list[str] = []
 
-    def report(inner: str, bad: Any, problem: str) -> None:
-        problems.append(f"{path}: {inner.removeprefix('.')}={shown(bad, 40)}: {problem}".replace(": =", ": "))
+    def report(inner: str, part: Any, problem: str) -> None:
+        problems.append(f"{path}: {inner.removeprefix('.')}={shown(part, 40)}: {problem}".replace(": =", ": "))
 
     converted = convert(kind, value, at, report)
     if problems:
@@ -279,7 +287,7 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 def read_partition(t: Translation, name: str, value: Any) -> Any:
     """Return a configuration of DeepSpeed, FSDP or accelerate; read it if `value` is a path.
 
-    Returns None if the file is damaged, or missing. The name of a missing file sets the ZeRO stage.
+    Returns None if the file is missing or damaged. The ZeRO stage is then set from the name of a missing file.
     """
     if not isinstance(value, str):
         return value
@@ -291,13 +299,13 @@ def read_partition(t: Translation, name: str, value: Any) -> Any:
 
 def set_stage_by_name(t: Translation, name: str, path: str) -> None:
     """Set the distribution from the name of a missing file, such as those that TRL and accelerate provide."""
-    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
+    match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
     if "fsdp" in path:
         set_fsdp(t, name, {})
-    elif found is not None:
+    elif match is not None:
         offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
-        set_stage(t, name, int(found.group(1)), offload)
-        t.note(name, f"the file does not exist; stage {found.group(1)} is taken from its name")
+        set_stage(t, name, int(match.group(1)), offload)
+        t.note(name, f"the file does not exist; stage {match.group(1)} is taken from its name")
     elif not re.search(r"(single|multi)_gpu", path):
         t.refuse(name, "no such file, and its name has no ZeRO stage; copy the file here")
 

@@ -18,7 +18,7 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        raise UserError(f"{foreign.label}: the layout of USE_V1 is not supported; use the usual layout")
+        raise UserError(f"{foreign.label}: the layout of USE_V1=1 is not supported; use the default layout")
     t = Translation(foreign, KEYS)
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -75,9 +75,7 @@ def set_data(t: Translation) -> None:
         t.note("template", f"{template}: {common.TOKENIZER_TEMPLATE}{reasoning_note}")
     if t.get("enable_thinking") is False:
         t.put("dataset.thinking", "empty", "enable_thinking")
-        t.note(
-            "enable_thinking", "the chat template must have enable_thinking; for another, set dataset.thinking: strip"
-        )
+        t.note("enable_thinking", "if the chat template does not have enable_thinking, set dataset.thinking: strip")
     common.set_thinking(t)
 
 
@@ -87,9 +85,9 @@ def set_sources(t: Translation, names: list[str]) -> None:
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
-        t.refuse("dataset_dir", "a list of datasets on the hub; download it, and set its folder")
+        t.refuse("dataset_dir", "a list of datasets on the hub is not supported; download it and set its folder")
     elif file is None:
-        missing = f"no {folder}/dataset_info.json next to this file or above it"
+        missing = f"no {folder}/dataset_info.json in the folder of this file or a parent folder"
         t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
     else:
         info = common.read_file(t, name, str(file), {"*": Any})
@@ -102,9 +100,9 @@ def set_sources(t: Translation, names: list[str]) -> None:
 
 
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
-    """Return the settings of one source, which `key` names, from its entry in dataset_info.json."""
+    """Return the settings of a source from its entry in dataset_info.json; errors are reported for `key`."""
     if name not in info:
-        t.refuse(key, f"{name} is not in {file}, or empty; add it there, or correct the name")
+        t.refuse(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}
     entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
     if entry is None:
@@ -113,14 +111,18 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models are trained on pairs too
     kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
-        needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
+        needs = {"dpo": "has no pairs; use data with ranking: true", "kto": "has no labels; use data with kto_tag"}
         t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
-    if {"images", "videos", "audios"} & columns.keys():
+    if {"videos", "audios"} & columns.keys():
         t.refuse(key, f"{name}: {common.VISION}")
+    if "images" in columns:
+        set_images(t)
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.refuse("max_samples", "must be 1 or more; remove it to use all records")
-    if samples := [count for count in (entry.get("num_samples"), limit) if count and count > 0]:
+    if (own := entry.get("num_samples")) is not None and own < 1:
+        t.refuse(key, f"{name}: num_samples={own} must be 1 or more; remove it to use all records")
+    if samples := [count for count in (own, limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")
@@ -129,7 +131,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         theirs = (
             {"instruction": "prompt", "input": "query"} if formatting == "alpaca" else {"conversations": "messages"}
         )
-        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools")}
+        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools", "images")}
         fields = {ours: columns[key] for ours, key in theirs.items() if columns.get(key, ours) != ours}
         return source | {"format": "preference", **({"fields": fields} if fields else {})}
     if formatting in ("alpaca", "sharegpt", "openai"):
@@ -140,13 +142,24 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     return {}
 
 
+def set_images(t: Translation) -> None:
+    """Set the size of images, and whether the vision tower is adapted."""
+    common.check_images(t, "model_name_or_path")
+    if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # others have one size
+        t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
+        if smallest := t.get("image_min_pixels"):
+            t.put("dataset.min_pixels", smallest, "image_min_pixels")
+    if t.get("freeze_vision_tower") is False:
+        t.put("vision.train", "lora", "freeze_vision_tower")
+
+
 def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
     """Return the settings for a source's location, and the part of it to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
-        fix = "the hubs of ModelScope and Modelers are not supported; download it"
+        fix = "the hubs of ModelScope and Modelers are not supported; download the data"
         if not hubs:
-            fix = f"must have hf_hub_url or file_name{', as scripts are not run' * ('script_url' in entry)}; add one"
+            fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one"
         t.refuse(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")
@@ -185,7 +198,7 @@ def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict
         form = "sharegpt"
     theirs = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
     names: dict[str, str] = dict(zip(TURNS[form], theirs, strict=True))
-    names |= {key: columns[key] for key in ("system", "tools") if key in columns}
+    names |= {key: columns[key] for key in ("system", "tools", "images") if key in columns}
     roles = {ours: [tags[tag]] for ours, (tag, *known) in ROLES.items() if tags.get(tag, ours).lower() not in known}
     fields = {key: name for key, name in names.items() if name != key}
     return {"format": form, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}

@@ -54,22 +54,22 @@ class Key:
     """How one key of another trainer is translated."""
 
     kind: Any = Any
-    """Its type, in the form that `convert` expects."""
+    """Type of its value, as `convert` expects it."""
     to: str = ""
     """Our setting for its value; empty if a rule reads it."""
     default: Any = UNSET
-    """Their default, if ours differs or may change."""
+    """The other trainer's default, if ours differs or may change."""
     unless: tuple[Any, ...] = ()
     """Values that mean the same as omitting the key."""
     values: Mapping[str, Any] | None = None
-    """Their values in lower case -> our values. Others except `false` are refused with the reason `otherwise`."""
+    """Value in lower case -> our value. Others except `false` are refused with the reason `otherwise`."""
     otherwise: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Their value -> what differs here."""
+    """Value -> what differs here."""
     refused: str = ""
     """Why a file that sets it cannot be imported."""
     left_out: str = ""
-    """Why it is left out, and what to do instead."""
+    """Why the key is left out, and what to do instead."""
 
 
 Table = Mapping[str, Key]
@@ -90,13 +90,13 @@ def load_table(name: str) -> dict[str, Key]:
     for names, why in source.get("refused", {}).items():
         table |= dict.fromkeys(names.split(), Key(refused=why))
     for word, keys in source.items():
-        for each in keys.split() if word in ("copy", "none", *KINDS) else ():
-            key, _, nothing = each.partition("!")
+        for entry in keys.split() if word in ("copy", "none", *KINDS) else ():
+            key, _, no_value = entry.partition("!")
             key, _, default = key.partition(":")
             key, _, ours = key.partition("=")
             ours = (ours or ALIASES.get(key, key)) if word == "copy" else ""
-            kind = _setting_kind(ours) if ours else KINDS.get(word, Any)
-            unless = (parse_scalar(nothing),) if nothing else ()
+            kind = _find_setting_kind(ours) if ours else KINDS.get(word, Any)
+            unless = (parse_scalar(no_value),) if no_value else ()
             table.setdefault(key, Key(kind, ours, parse_scalar(default) if default else UNSET, unless))
     for names, why in source.get("left_out", {}).items():
         table |= {key: replace(table.get(key, Key()), left_out=why) for key in names.split()}
@@ -125,10 +125,10 @@ def read_kind(kind: Any) -> Any:
     return reduce(or_, [*types, *([Literal[constants]] if constants else [])])
 
 
-def _setting_kind(ours: str) -> Any:
-    wanted = accepted_types(setting_type(ours))
-    found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
-    return next((kind for known, kind in found if known in wanted), Any)
+def _find_setting_kind(ours: str) -> Any:
+    accepted = accepted_types(setting_type(ours))
+    kinds = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
+    return next((kind for known, kind in kinds if known in accepted), Any)
 
 
 @dataclass
@@ -146,26 +146,26 @@ class Foreign:
     lines: Mapping[str, int] = field(default_factory=dict)
     is_command_line: bool = False
 
-    def line(self, name: str) -> int:
-        """Return the line of a dotted name, or of its parent; 0 if unknown."""
+    def find_line(self, name: str) -> int:
+        """Return the line of a dotted name or, if unknown, of its parent; 0 if both are unknown."""
         while name and name not in self.lines:
             name = name.rpartition(".")[0]
         return self.lines.get(name, 0)
 
     def locate(self, name: str) -> str:
         """Return `x.yml:7: name` for messages."""
-        if line := self.line(name):
+        if line := self.find_line(name):
             return f"{self.path}:{line}: {name}"
         return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
 
     def find(self, name: str) -> Path | None:
         """Return the file with this name in the folder of the configuration or a parent folder."""
-        above = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
-        return next((Path(path) for path in above if os.path.isfile(path)), None)
+        paths = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
+        return next((Path(path) for path in paths if os.path.isfile(path)), None)
 
 
 class Setting(NamedTuple):
-    """The value of one of our settings, and the keys that set it; none if it is their default."""
+    """The value of one of our settings, and the keys that set it; no keys for the other trainer's default."""
 
     value: Any
     names: tuple[str, ...]
@@ -196,12 +196,12 @@ class Translation:
         """Return the converted value of a key; `default` if it is missing, empty or invalid."""
         return self._values.get(name, default)
 
-    def first(self, *names: str) -> Any:
+    def get_first(self, *names: str) -> Any:
         """Return the value of the first of these keys that is set."""
         return next((self._values[name] for name in names if name in self._values), None)
 
     def get_setting(self, dotted: str) -> Any:
-        """Return the current value of one of our settings, None if it is not set."""
+        """Return the current value of one of our settings; None if it is not set."""
         return self.settings[dotted].value if dotted in self.settings else None
 
     def put(self, dotted: str, value: Any, *names: str) -> None:
@@ -216,7 +216,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, which have no effect; report an error for negative ones."""
+        """Remove the settings with these prefixes, which have no effect; report an error for negative numbers."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -248,7 +248,7 @@ class Translation:
             self.refuse(name, f"missing; {fix}")
 
     def _get_raw(self, name: str) -> Any:
-        """Return the unconverted value of a dotted name; None if its parent is not a map, which is reported."""
+        """Return the unconverted value of a dotted name; report an error and return None if its parent is not a map."""
         value: Any = self.foreign.tree
         for part in name.split("."):
             if isinstance(value, list) and part.isdigit():
@@ -298,19 +298,19 @@ class Translation:
         for name, value in self.foreign.tree.items():
             is_section = name in sections - used and isinstance(value, dict) and value
             keys = {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
-            for key, given in keys.items():
-                if key not in used and (is_off(given) or key in table or key.startswith(prefixes)):
+            for key, inner in keys.items():
+                if key not in used and (is_off(inner) or key in table or key.startswith(prefixes)):
                     self.no_effect.append(key)
                 elif key not in used:
                     near = nearest(key, [name for name in table if name[-1] != "*"], 0.86)
                     why = f"did you mean {near}?" if near else "no counterpart here"
-                    self.note_unsupported(key, f"{shown(given, 60)}: {why}")
+                    self.note_unsupported(key, f"{shown(inner, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
         """Report an error of our own checks, for the key that set the setting."""
         assert isinstance(mistake, Mistake), mistake
-        above = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
-        ours = next((name for name in above if name in self.settings), "")
+        parents = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
+        ours = next((name for name in parents if name in self.settings), "")
         names = self.settings[ours].names if ours else ()
         if names and names[0] not in self._mistakes:
             name = names[0] + mistake.setting.removeprefix(ours)
@@ -321,9 +321,9 @@ class Translation:
             self._mistakes[mistake.setting] = f"{self.foreign.label}: {mistake}"
 
     def check(self) -> None:
-        """Raise UserErrors for all errors, in file order, if any."""
+        """Raise UserErrors if errors were reported, with all of them in file order."""
         if self._mistakes:
-            raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.line)])
+            raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.find_line)])
 
 
 def is_off(value: Any) -> bool:
@@ -343,15 +343,17 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` is any other key and empty values are
     dropped; or a tuple of kinds, of which the one that fits a map, list or scalar is used.
     """
+    forms = ""
     if isinstance(kind, tuple):
+        forms = " or a map" * any(isinstance(one, dict) for one in kind)
         form = next((form for form in (dict, list) if isinstance(value, form)), None)
-        fitting = (one for one in kind if (isinstance(one, form) if form else not isinstance(one, (dict, list))))
+        fitting = (item for item in kind if (isinstance(item, form) if form else not isinstance(item, (dict, list))))
         kind = kind[0] if form is None and not isinstance(value, str) else next(fitting, kind[0])
     if isinstance(kind, dict) and isinstance(value, dict):
-        given = {str(key): inner for key, inner in value.items() if inner not in EMPTY}
+        items = {str(key): inner for key, inner in value.items() if inner not in EMPTY}
         return {
             key: convert(kind.get(key, kind.get("*", Any)), inner, f"{name}.{key}", report)
-            for key, inner in given.items()
+            for key, inner in items.items()
         }
     if isinstance(kind, list) and isinstance(value, list):
         return [convert(kind[0], inner, f"{name}.{index}", report) for index, inner in enumerate(value)]
@@ -359,14 +361,15 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
         report(name, value, MAP_PROBLEM if isinstance(kind, dict) else "must be a list, such as [a, b]")
         return None
     try:
-        return _adapter(kind).validate_python(value)
+        return _build_type_adapter(kind).validate_python(value)
     except ValidationError as error:
         first, *others = map(describe_problem, error.errors(include_url=False))
         words = [other.removeprefix("must be ") for other in others if other.startswith("must be '")]
+        first = f"must be text{forms}" if forms and first.startswith("must be text") else first
         report(name, value, ", or ".join([first, *words]))
         return None
 
 
 @lru_cache(maxsize=64)
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _build_type_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

@@ -64,9 +64,10 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word[2:].partition("=")
         if equals and not value:
             raise UserError(f"--{name}: has no value; write one after the =")
-        if single := next((one for one in values if re.match("-[a-z]", one)), None):
+        if single := next((value for value in values if re.match("-[a-z]", value)), None):
             raise UserError(f"{single}: options begin with two dashes; write -{single}")
-        name, values = name.replace("-", "_"), [value] if equals else [one for one in values if not one.endswith(".py")]
+        name = name.replace("-", "_")
+        values = [value] if equals else [item for item in values if not item.endswith(".py")]
         is_negated = name.startswith("no_") and not values
         read: Any = values if len(values) > 1 else values[0] if values else not is_negated
         if isinstance(read, str) and read.startswith("{"):
@@ -101,9 +102,9 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def find_script(foreign: Foreign) -> str:
-    """Return the name of a script that trains on pairs or labeled answers, else an empty string."""
-    found = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
-    return found[1] if found else ""
+    """Return `dpo`, `kto` or `reward` for these scripts, which train on pairs or labels, otherwise an empty string."""
+    match = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
+    return match[1] if match else ""
 
 
 def read_losses(t: Translation) -> dict[str, float]:
@@ -141,14 +142,14 @@ def set_data(t: Translation) -> None:
         t.require("dataset_name", common.NO_DATA)
     t.put_sources(sources, "datasets")
     if t.foreign.tree.get("max_length", "") is None:
-        t.note("max_length", "TRL truncates no texts; dataset.max_length does, so increase it for longer texts")
+        t.note("max_length", "TRL would not truncate; dataset.max_length does, so increase it for longer texts")
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
     elif "dataset.train_on" not in t.settings and not find_script(t.foreign):
         t.put("dataset.train_on", ["all"])
         t.note("datasets" if sources else "dataset_name", WHOLE_CONVERSATIONS)
-    if t.first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:
+    if t.get_first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:
         return
     keys = ("path", "name", "format", "fields")
     source = {key: t.get_setting(f"dataset.{key}") for key in keys if f"dataset.{key}" in t.settings}
@@ -158,18 +159,18 @@ def set_data(t: Translation) -> None:
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the settings of one source of a mixture."""
+    """Return the settings of one source of a mix."""
     if "path" not in entry:
-        t.report(at, entry, "has no path")
+        t.report(at, entry, "has no path; add one")
     if "data_dir" in entry:
-        t.report(f"{at}.data_dir", entry["data_dir"], "list its files in data_files")
+        t.report(f"{at}.data_dir", entry["data_dir"], "not supported; list its files in data_files")
     if "columns" in entry:
         t.note_unsupported(at, "columns: fields are recognized by their names")
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}
 
 
 def set_accelerate(t: Translation) -> None:
-    """Set the ZeRO stage from accelerate's file, the name of one of TRL's files, or options."""
+    """Set the ZeRO stage from accelerate's configuration file, the name of one of TRL's, or options."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)

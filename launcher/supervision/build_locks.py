@@ -21,7 +21,7 @@ NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file, and the process of this host that holds it, if any."""
+    """A lock file, and the PID of the process on this host that holds it, otherwise None."""
 
     path: Path
     holder: int | None
@@ -34,7 +34,7 @@ def extensions_folder() -> Path:
 
 
 def find_locks(root: Path) -> list[BuildLock]:
-    """Return every lock below `root`, the folder of all extensions or of those for one Python and CUDA."""
+    """Return every lock below `root`: torch's folder of extensions, or its subfolder for one Python and CUDA."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
     holders = _find_holders(paths)
     locks = []

@@ -1,6 +1,6 @@
-"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh, and end it with `zerolora`.
+"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh; end it if `zerolora` ends.
 
-On its own, the command would outlive a killed `zerolora`. On SIGTERM it ends its ranks, or closes their connection.
+Otherwise the command would outlive a killed `zerolora`. On SIGTERM, it ends its ranks or closes their connections.
 """
 
 import os

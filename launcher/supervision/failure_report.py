@@ -22,7 +22,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch prefixes each line of a traceback with this once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors of torch, NCCL and gloo in a rank that follow the death of another died.
+# Errors of torch, NCCL and gloo in a rank after another rank has died.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
@@ -81,24 +81,24 @@ class Failure:
     def report(self) -> Fault:
         """Print why the run failed on stderr: one line for a user error, about 15 for anything else."""
         beats, errors = read_heartbeats(self.logs), read_errors(self.logs)
-        texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
+        texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
         if self.code == UserError.exit_code and mistakes:
             say(reason := f"error: {mistakes[0].text}")
             return Fault(self.code, reason, is_user_error=True)
-        with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
-        rank = self._find_root_rank(with_error)
-        if rank is None or not (_was_killed(self.deaths[rank]) or rank in with_error):
+        ranks_with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
+        rank = self._find_root_rank(ranks_with_error)
+        if rank is None or not (_was_killed(self.deaths[rank]) or rank in ranks_with_error):
             if self.lost:
                 return self._report_lost(beats)
             rank = None if self.launcher_failed else rank
-        status = self._status(rank)
+        status = self._find_status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
-        text = _new_text(log, self.old_sizes)
+        text = _read_new_text(log, self.old_sizes)
         if status == -signal.SIGKILL:
             excerpt = []  # the process could not write anything, so the end of its log would be misleading
         else:
-            excerpt = tail(text) if status < 0 else last_traceback(text)
+            excerpt = read_tail(text) if status < 0 else find_last_traceback(text)
         if rank is None or self.code <= 0:
             reason = f"the launcher {describe_status(status if self.launcher_failed else self.code)}"
             say(f"the run failed: {reason}")
@@ -123,20 +123,20 @@ class Failure:
         say(f"full log: {self.logs / 'launcher.log'}")
         return Fault(1, reason, ranks[0] if ranks else None)
 
-    def _find_root_rank(self, with_error: Set[int]) -> int | None:
+    def _find_root_rank(self, ranks_with_error: Set[int]) -> int | None:
         """Return the rank that caused the failure: the first killed, else one with an error, else the first to end."""
         if not self.deaths:
             return None
         first = min(death.time for death in self.deaths.values())
 
-        def order(rank: int) -> tuple[bool, bool, float]:
+        def sort_key(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
             killed = _was_killed(death) and death.time - first < SIMULTANEOUS_S
-            return not killed, death.killed_by_launcher or rank not in with_error, death.time
+            return not killed, death.killed_by_launcher or rank not in ranks_with_error, death.time
 
-        return min(self.deaths, key=order)
+        return min(self.deaths, key=sort_key)
 
-    def _status(self, rank: int | None) -> int:
+    def _find_status(self, rank: int | None) -> int:
         if rank is not None and self.deaths[rank].status is not None:
             return self.deaths[rank].status or 0
         return decode_exit_code(self.code)
@@ -153,14 +153,14 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_repo
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
     log = logs / f"rank-{rank}.log"
-    text = _new_text(log, old_sizes)
-    for line in last_stack(text) or last_traceback(text):
+    text = _read_new_text(log, old_sizes)
+    for line in find_last_stack(text) or find_last_traceback(text):
         say(f"  {line}")
     say(f"stacks of all ranks: {logs}/rank-*.log")
     return Fault(1, hang.text, rank)
 
 
-def log_sizes(logs: Path) -> dict[str, int]:
+def read_log_sizes(logs: Path) -> dict[str, int]:
     """Return the current size of each log in bytes, so that the text of earlier runs can be skipped later."""
     return {path.name: path.stat().st_size for path in logs.glob("*.log")}
 
@@ -188,8 +188,8 @@ def describe_status(status: int) -> str:
     return f"was killed by signal {-status} ({name.name})" + (f"; {cause}" if cause else "")
 
 
-def last_stack(text: str) -> list[str]:
-    """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty if none."""
+def find_last_stack(text: str) -> list[str]:
+    """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty without a stack."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith(STACK_MARK)]
     if not starts:
@@ -218,12 +218,12 @@ def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
     return lines
 
 
-def last_traceback(text: str) -> list[str]:
+def find_last_traceback(text: str) -> list[str]:
     """Return the last traceback in a log, cut to its innermost frames; the log's last lines if it has none."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
     starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
     if not starts:
-        return tail(text)
+        return read_tail(text)
     start = starts[-1]
     indent = len(lines[start]) - len(lines[start].lstrip())
     end = start + 1
@@ -240,7 +240,7 @@ def last_traceback(text: str) -> list[str]:
     return [line[indent:][:LINE_WIDTH] for line in [lines[start], *omitted, *innermost, *message]]
 
 
-def tail(text: str) -> list[str]:
+def read_tail(text: str) -> list[str]:
     """Return the last lines of a log, without empty lines and DeepSpeed's [INFO] lines."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
@@ -250,10 +250,10 @@ def _has_own_error(text: str, error: RankError | None) -> bool:
     """Return whether a rank failed on its own, not because of another rank, according to its error or its log."""
     if error is not None and error.is_consequence:
         return False
-    return _TRACEBACK in text and not _LOST_PEER.search("\n".join(last_traceback(text)[-4:]))
+    return _TRACEBACK in text and not _LOST_PEER.search("\n".join(find_last_traceback(text)[-4:]))
 
 
-def _new_text(log: Path, old_sizes: Mapping[str, int]) -> str:
+def _read_new_text(log: Path, old_sizes: Mapping[str, int]) -> str:
     try:
         with open(log, "rb") as file:
             file.seek(old_sizes.get(log.name, 0))

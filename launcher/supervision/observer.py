@@ -36,7 +36,7 @@ def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
     if not beats or not never_seen:
         return Hang([0], "no rank sends heartbeats any more: all ranks, or their hosts, have stopped")
     text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in never_seen)
-    return Hang(never_seen, f"{text}; the others send none any more")
+    return Hang(never_seen, f"{text}; the others have stopped sending heartbeats")
 
 
 def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
@@ -102,7 +102,7 @@ class Observer:
     """Observes the ranks of a run."""
 
     def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
-        """Observe `count` ranks; `reach` is for ranks of another launcher, which also writes `log`."""
+        """Observe `count` ranks; `reach` accesses those that srun, mpirun or pdsh starts."""
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
         """Known ranks of this host."""
@@ -146,7 +146,7 @@ class Observer:
         if unfinished != self._unfinished or not unfinished:
             self._unfinished, self._changed_at = unfinished, now
         if now - self._changed_at > self._silence_s:
-            # Diagnosed before mpirun is ended, which resumes stopped ranks.
+            # Diagnose before ending mpirun, which resumes stopped ranks.
             self.silent_run = diagnose_silence(self._count, beats)
         if (hang := read_hang(self._logs)) is not None:
             if not self.has_reported_hang:
@@ -162,7 +162,7 @@ class Observer:
         return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Report and return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have ended."""
+        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have ended; report it if so."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
         say(f"all ranks ended {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; ending it")

@@ -1,7 +1,7 @@
-"""Ranks of this machine that start before the checks, and then wait until they may train.
+"""Ranks of this machine that start before the checks, and wait until they may train.
 
-Rank 0 runs the checks, which saves the imports of another process. A run that is refused or stopped before the checks
-pass has written nothing to its folder.
+Rank 0 runs the checks, so that no separate process has to import the libraries. A run that is refused or stopped
+before the checks pass has written nothing to its folder.
 """
 
 import select
@@ -45,7 +45,7 @@ class PrestartedRanks:
     def start(cls, command: Command) -> Self:
         """Start every rank of `command`, each in its own session.
 
-        Signals are now only recorded for `wait_for_checks`: an exception in a handler would leave ranks behind.
+        Signals are only recorded until `wait_for_checks`: an exception in a handler would leave ranks behind.
         """
         ranks = cls()
         ranks._record_signals()
@@ -73,7 +73,7 @@ class PrestartedRanks:
     def wait_for_checks(self, hang_timeout_minutes: float = 0.0) -> int:
         """Wait for the checks of rank 0; return 0 if they pass, else the exit code of this command.
 
-        The time is not limited, unless a rank stays stopped for `hang_timeout_minutes`.
+        Waits without a time limit, except for a rank that is stopped (SIGSTOP) for `hang_timeout_minutes`.
         """
         try:
             code = self._wait(hang_timeout_minutes * 60.0)

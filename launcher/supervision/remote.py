@@ -1,4 +1,4 @@
-"""Stop and end ranks started by another launcher (srun, mpirun, pdsh), and read from its log how they ended."""
+"""Stop and end ranks started by srun, mpirun or pdsh, and read from the launcher's log how they ended."""
 
 import re
 import signal
@@ -40,7 +40,7 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach:
-    """Reach ranks through mpirun; subclasses reach them through srun, or ssh."""
+    """Reach ranks through mpirun; subclasses reach them through srun or ssh."""
 
     def find_host(self, rank: int) -> str:
         """Return the host of a rank; empty if unknown."""
@@ -70,7 +70,7 @@ class Reach:
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        """Return whether the launcher itself failed, if it ended before a failed rank was reported."""
+        """Return whether the launcher itself failed; for launchers that ended without reporting a failed rank."""
         return status < 0
 
 
@@ -141,7 +141,7 @@ class SshReach(Reach):
         return statuses
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        # Only `before`: when this launcher kills a host's launcher, ssh returns 255 as well.
+        # Only `before`, because ssh also returns 255 when this launcher kills a host's launcher.
         labels = [label for label, code in _PDSH_STATUS.findall(before) if code == _SSH_ERROR]
         messages = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
         return {
@@ -174,28 +174,28 @@ def _matches_host(label: str, host: str) -> bool:
 
 
 class LauncherLog:
-    """The log of the ranks' launcher, from `begin` on."""
+    """The log of the ranks' launcher, from `skip_current` on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin = 0
+        self._start = 0
         self._text = ""
         self.text_before_end = ""
         """The text at the first failure or stop, before this process ended any rank."""
 
-    def begin(self) -> None:
-        """Skip the current content, which is that of an earlier run or attempt."""
-        self._begin = self._path.stat().st_size
+    def skip_current(self) -> None:
+        """Skip the current content, which an earlier run or attempt has written."""
+        self._start = self._path.stat().st_size
 
     def has_failure(self) -> bool:
         """Return whether a complete line reports a failed rank or host."""
-        lines = self.text().rpartition("\n")[0]
+        lines = self.read().rpartition("\n")[0]
         codes = [code for _, code in _PDSH_STATUS.findall(lines)] + _SRUN_FAILURE.findall(lines)
         return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
-    def text(self) -> str:
+    def read(self) -> str:
         """Return the text; the last text read if the file server does not respond."""
         with suppress(OSError), self._path.open("rb") as file:
-            file.seek(self._begin)
+            file.seek(self._start)
             self._text = file.read().decode(errors="replace")
         return self._text

@@ -81,7 +81,8 @@ class Restarts:
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
+        self._resumes, self._before = resumes, complete_checkpoints(run_dir)
+        self._record_before = self._read_record_time()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
@@ -135,10 +136,10 @@ class Restarts:
         if self._restarts == self._max_restarts:
             say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
             return False
-        return ending.has_completed_step or self._can_exclude(ending)
+        return ending.has_completed_step or self._try_exclude(ending)
 
-    def _can_exclude(self, ending: Ending) -> bool:
-        """Exclude the host or GPU that failed before completing a step, if earlier attempts completed steps."""
+    def _try_exclude(self, ending: Ending) -> bool:
+        """Exclude the host or GPU that failed before a step, if earlier attempts completed steps and return True."""
         excluded = self._exclude(ending) if self._exclude is not None and self._has_trained else None
         if excluded is None:
             say("not restarted: no step was completed since the ranks were started")
@@ -153,7 +154,7 @@ class Restarts:
         """
         checkpoints = complete_checkpoints(self._run_dir)
         newest = newest_checkpoint(name for name, written in checkpoints.items() if self._before.get(name) != written)
-        if ending.step or step or self._record() != self._record_before:
+        if ending.step or step or self._read_record_time() != self._record_before:
             # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
             # is visible: network file systems may show a new one late.
             self._settings[_OVERWRITE] = "false"
@@ -162,6 +163,6 @@ class Restarts:
         record_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
-    def _record(self) -> int:
+    def _read_record_time(self) -> int:
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0

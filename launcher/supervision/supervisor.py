@@ -1,7 +1,7 @@
 """Start the ranks of a run, forward signals to them, and choose the exit code of the run.
 
 Ranks of this machine are children of this process (launcher/targets/local.py), so the kernel reports how they ended.
-For ranks below srun, mpirun and pdsh, heartbeats tell how they exited, the launcher's log tells which were killed, and
+For ranks below srun, mpirun and pdsh, heartbeats show how they exited, the launcher's log shows which were killed, and
 exit code 0 of the launcher counts unless a heartbeat contradicts it.
 
 DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does not handle failures well enough:
@@ -23,7 +23,7 @@ from typing import IO
 
 import psutil
 
-from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
+from launcher.supervision.failure_report import Death, Failure, Fault, read_log_sizes, report_hang
 from launcher.supervision.observer import Observer, name_hosts
 from launcher.supervision.processes import end_sessions, is_alive, list_trees, send_signal
 from launcher.supervision.remote import Reach
@@ -95,7 +95,7 @@ class StopSignals:
         self._latest = now
 
     @property
-    def end_at_once(self) -> bool:
+    def should_end_at_once(self) -> bool:
         """Whether another signal asks to stop without saving. SIGTERM after SIGUSR1 does not: schedulers send both."""
         first, *others = self.received
         return bool(others) and (first != signal.SIGUSR1 or signal.SIGINT in others)
@@ -104,8 +104,8 @@ class StopSignals:
 class Supervisor:
     """Supervise one run of a command: its processes, the signals received, and how each rank ended.
 
-    `reach` is for ranks that another launcher starts, on this host or others. `start(log)` returns processes that write
-    their output to `log`; the default starts `command`.
+    `reach` accesses ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` returns processes that
+    write their output to `log`; the default starts `command`.
     """
 
     def __init__(
@@ -132,21 +132,20 @@ class Supervisor:
 
     @property
     def signals(self) -> list[int]:
-        """The signals received."""
         return self.stop.received
 
     def run(self) -> int:
         """Run the ranks, end all processes, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
-        sizes = log_sizes(self.logs)
+        sizes = read_log_sizes(self.logs)
         ended = threading.Event()
         handlers = {number: signal.signal(number, self.stop.record) for number in FORWARDED_SIGNALS}
         try:
             with open(self.logs / "launcher.log", "ab") as log:
                 log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shell()}\n".encode())
                 log.flush()
-                self.observer.log.begin()
+                self.observer.log.skip_current()
                 self.processes = self._start(log)
             if self.reach is None:
                 self.observer.ranks = {rank: psutil.Process(process.pid) for rank, process in enumerate(self.processes)}
@@ -162,7 +161,7 @@ class Supervisor:
             codes = [process.wait() for process in self.processes]
             waits = self.end is not End.AT_ONCE and (any(codes) or self.reach is not None)
             if waits and not self.observer.folder.wait_until_readable(self.signals):
-                return exit_code_without_folder(codes, self.signals)
+                return choose_exit_code_without_folder(codes, self.signals)
             if self.end is End.OUTLIVED:  # the launcher's code only reflects the signal that just ended it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, sizes)
@@ -211,7 +210,7 @@ class Supervisor:
             say(f"a rank has failed in the meantime; the others have {SAVE_PATIENCE_S:.0f} s to save")
         self.deadline = now + (SAVE_PATIENCE_S if saves else FAILURE_PATIENCE_S)
         self.state = State.STOPPING if self.signals or stopped else State.FAILING
-        self.observer.log.text_before_end = self.observer.log.text()
+        self.observer.log.text_before_end = self.observer.log.read()
 
     def _record_deaths(self) -> None:
         for rank, process in self.observer.ranks.items():
@@ -221,14 +220,14 @@ class Supervisor:
                 if not is_alive(process):
                     self.deaths[rank] = Death(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                ends = self.end is End.AT_ONCE or time.monotonic() > self.deadline
-                by_us = status == -signal.SIGKILL and ends
-                self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=by_us)
+                is_killing = self.end is End.AT_ONCE or time.monotonic() > self.deadline
+                was_killed = status == -signal.SIGKILL and is_killing
+                self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=was_killed)
 
     def _stop(self) -> bool:
         """Forward the first signal to every rank; return True when the ranks must be killed."""
         stop, now = self.stop, time.monotonic()
-        if stop.end_at_once:
+        if stop.should_end_at_once:
             say("stopping at once; unsaved progress is lost" if self.observer.has_begun_step else "stopping at once")
             return True
         if stop.announced_at is None:
@@ -256,7 +255,7 @@ class Supervisor:
     def _has_stopped(self) -> bool:
         """Return whether a rank ended because of a signal, after saving or with nothing to save.
 
-        Ranks of another launcher count only after a signal to this process: their launcher also ends them by signal.
+        With `reach`, ranks count only after a signal to this process, because their launcher also ends them by signal.
         """
         codes = {death.status for death in self.deaths.values()}
         if self.reach is not None and self.signals and self.state is not State.FAILING:
@@ -297,7 +296,7 @@ class Supervisor:
             return EXIT_RESTART
         lost: dict[str, str] = {}
         if self.reach is not None:
-            failed, log = self._find_remote_failures(self.reach), self.observer.log.text()
+            failed, log = self._find_remote_failures(self.reach), self.observer.log.read()
             lost = self.reach.find_lost_hosts(self.observer.log.text_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
@@ -311,27 +310,27 @@ class Supervisor:
     def _has_launcher_failed(self) -> bool:
         if self.reach is None or self.state is State.FAILING or self.end in (End.OUTLIVED, End.UNREACHABLE):
             return False
-        return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.text())
+        return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 
     def _find_remote_failures(self, reach: Reach) -> dict[int, Death]:
         """Return the ranks that did not report success, with the time of their last heartbeat.
 
         The launcher's log has the status of ranks that could not report it themselves.
         """
-        now, to_monotonic = time.monotonic(), time.monotonic() - time.time()
+        now, monotonic_offset = time.monotonic(), time.monotonic() - time.time()
         beats = read_heartbeats(self.logs)
-        reported = reach.parse_statuses(self.observer.log.text(), beats)
+        reported = reach.parse_statuses(self.observer.log.read(), beats)
         failed: dict[int, Death] = {}
         for rank, beat in beats.items():
             if beat.exit_code != 0:
-                death = self.deaths.get(rank, Death(beat.time + to_monotonic))
+                death = self.deaths.get(rank, Death(beat.time + monotonic_offset))
                 status = reported.get(rank) if beat.exit_code is None else beat.exit_code
                 # If only the status of other ranks is known, this process ended the rank, after the others.
                 failed[rank] = Death(now if reported and status is None else death.time, status)
         return failed
 
 
-def exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+def choose_exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
     """Return a run's exit code from the exit codes of its processes and the signals received."""
     if not any(codes):
         return EXIT_OK

@@ -86,7 +86,6 @@ class ConsoleFile(_Console):
 
     @staticmethod
     def console_path(logs: Path) -> Path:
-        """Return the file's absolute path."""
         return logs.absolute() / "console.log"
 
     def _follow(self) -> None:

@@ -1,1 +1,1 @@
-"""Commands that start ranks: on this machine, on the hosts of a file, by SLURM or by MPI."""
+"""Commands that start ranks: on this machine, on the hosts of a hostfile, with SLURM or with MPI."""

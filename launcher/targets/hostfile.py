@@ -35,7 +35,7 @@ def read_hostfile(path: Path) -> Slots:
             continue
         entry = _ENTRY.fullmatch(text)
         if entry is None or not _NAME.fullmatch(entry[1]) or int(entry[2]) == 0:
-            raise UserError(f"--hostfile {path}: line {number} is {text!r}; it must read `gpu-a slots=8`")
+            raise UserError(f"--hostfile {path}: line {number} is {text!r}; it must look like `gpu-a slots=8`")
         if entry[1] in slots:
             raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line per host")
         slots[entry[1]] = list(range(int(entry[2])))
@@ -126,6 +126,6 @@ def _parse_filter(option: str, text: str, slots: Slots) -> Slots:
         gpus = numbers.split(",") if ":" in word else [str(gpu) for gpu in slots[host]]
         for gpu in gpus:
             if not gpu.isdigit() or int(gpu) not in slots[host]:
-                raise UserError(f"{option} {text}: {host} has no slot {gpu or 'empty'}; it has 0 to {max(slots[host])}")
+                raise UserError(f"{option} {text}: {host} has no slot {gpu!r}; use 0 to {max(slots[host])}")
         chosen[host] = sorted({*chosen.get(host, ()), *map(int, gpus)})
     return chosen

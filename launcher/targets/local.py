@@ -1,4 +1,4 @@
-"""Commands that start one process per GPU on this machine, or through DeepSpeed's launcher on the hosts of a file.
+"""Commands that start one process per GPU: on this machine, or on the hosts of a hostfile with DeepSpeed's launcher.
 
 On this machine, ranks are started directly with the variables that DeepSpeed's launcher would set. This makes their
 exit status known, and saves the time that the launcher's two processes take to import. `deepspeed --module
@@ -83,18 +83,18 @@ class Command:
     def start_process(
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
-        """Start one process with the variables of a rank; it inherits stdout and stderr where they are None."""
+        """Start one process with the variables of a rank; it inherits stdout and stderr if they are None."""
         env = self.environment() | dict(variables)
         return subprocess.Popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
-def local_command(
+def build_local_command(
     arguments: Sequence[str], *, gpus: Sequence[int], num_gpus: int | None, port: int, module: str = "trainer.train"
 ) -> Command:
     """Return the command that runs `module` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
 
     `gpus` are the indices of usable GPUs, of which the first `num_gpus` are used. Raises UserError if `num_gpus` is
-    larger than their number, or without GPUs the number of cores.
+    larger than their number or, without GPUs, than the number of cores.
     """
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
@@ -107,7 +107,7 @@ def local_command(
             f"--num-gpus {max(cores, CPU_RANKS)} or fewer"
         )
     numbers = list(gpus)[:num_gpus] if gpus else list(range(num_gpus or CPU_RANKS))
-    manual_argv = [_deepspeed_executable()]
+    manual_argv = [_find_deepspeed()]
     if IMPLICIT_HOSTFILE.is_file():
         manual_argv.append("--hostfile=/dev/null")
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -133,7 +133,7 @@ def local_command(
     )
 
 
-def hostfile_command(
+def build_hostfile_command(
     arguments: Sequence[str],
     *,
     hostfile: Path,
@@ -150,9 +150,9 @@ def hostfile_command(
     if shutil.which("pdsh") is None:
         raise UserError("--launcher hostfile: pdsh is not installed; run `apt install pdsh`, or use mpi or slurm")
     ranks = sum(len(gpus) for gpus in slots.values())
-    argv = [_deepspeed_executable(), f"--hostfile={hostfile}"]
+    argv = [_find_deepspeed(), f"--hostfile={hostfile}"]
     argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))
-    # Otherwise DeepSpeed starts the ranks of a file with a single host on this machine.
+    # Otherwise DeepSpeed starts the ranks of a hostfile with a single host on this machine.
     argv += ["--force_multi", "--launcher=pdsh", f"--master_port={port}"]
     argv += [f"--master_addr={address}"] if address else []
     argv += ["--module", module, *arguments, f"--world-size={ranks}"]
@@ -160,15 +160,15 @@ def hostfile_command(
     return Command(tuple(argv), ranks, variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
 
 
-def _deepspeed_executable() -> str:
-    """Return the `deepspeed` next to this Python: by name if the shell finds the same one, else by path."""
-    path, found = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
-    if not path.is_file() or (found and Path(found).samefile(path)):
+def _find_deepspeed() -> str:
+    """Return the `deepspeed` next to this Python: its name if the shell finds the same one, otherwise its path."""
+    path, in_path = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
+    if not path.is_file() or (in_path and Path(in_path).samefile(path)):
         return "deepspeed"
     return str(path)
 
 
-def exported_variables(env: Mapping[str, str]) -> dict[str, str]:
+def select_exported_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `env` that configure Python and the libraries, without secrets."""
     exported = {name: value for name, value in {**env, **SAFE_PATH}.items() if name.startswith(EXPORTED_PREFIXES)}
     secret = {name for name in exported if any(word in name.upper() for word in SECRET_WORDS)}
@@ -179,12 +179,12 @@ def write_environment(file: Path, env: Mapping[str, str]) -> None:
     """Write `file`, which DeepSpeed's launcher reads instead of ~/.deepspeed_env, with the variables of both.
 
     PYTHONPATH is set because DeepSpeed's begins with the working directory. PATH begins with the folder of this Python
-    and of the ninja that built the operators: another one would rebuild them, and without one ranks fail.
+    and of the ninja that built the operators: a different ninja would rebuild them, and without ninja ranks fail.
     """
     user_file = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]
     for folder in (Path.home(), Path()):
         if (folder / user_file).is_file():
             lines += [line for line in read_text(folder / user_file).splitlines() if "=" in line]
-    lines += [f"{name}={value}" for name, value in exported_variables(env).items() if "\n" not in value]
+    lines += [f"{name}={value}" for name, value in select_exported_variables(env).items() if "\n" not in value]
     write_whole(file, "\n".join(lines))

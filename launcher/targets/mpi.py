@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from launcher.targets.local import RANK_VARIABLES, Command, exported_variables
+from launcher.targets.local import RANK_VARIABLES, Command, select_exported_variables
 from trainer.config import UserError
 
 
-def mpirun_command(
+def build_mpirun_command(
     arguments: Sequence[str],
     slots: Mapping[str, Sequence[int]],
     *,
@@ -33,7 +33,7 @@ def mpirun_command(
         # By default, the ranks find each other through mpi4py.
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     program = [sys.executable, "-u", "-m", module, *arguments, f"--world-size={ranks}"]
-    exported = [*exported_variables(os.environ | variables), "PATH"]
+    exported = [*select_exported_variables(os.environ | variables), "PATH"]
     exported += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in variables]
     hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
     if _is_open_mpi():

@@ -49,7 +49,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
         )
     if not env["SLURM_JOB_ID"].isdecimal() or not env.get("SLURM_JOB_NODELIST"):
         values = ", ".join(f"{name}={env.get(name, '')}" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))
-        raise UserError(f"--launcher slurm: {values} is not the environment of a job; use `salloc` or a batch script")
+        raise UserError(f"--launcher slurm: {values}: not valid for a SLURM job; run inside `salloc` or a batch script")
     if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise UserError(
             f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it without "
@@ -66,7 +66,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
 
 
-def srun_command(
+def build_srun_command(
     arguments: Sequence[str],
     allocation: Allocation,
     *,
@@ -105,7 +105,7 @@ def find_lost_nodes(allocation: Allocation) -> list[str]:
     """Return the nodes that SLURM has marked as lost, else those that do not run a minimal step.
 
     SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and none of its nodes
-    starts a step. After a restart of slurmctld, no node does for some seconds, so silent nodes are tried twice.
+    starts a step. After a restart of slurmctld, no node starts one for some seconds, so silent nodes are tried twice.
     """
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     listing = subprocess.run(command, capture_output=True, text=True).stdout
@@ -119,10 +119,10 @@ def find_lost_nodes(allocation: Allocation) -> list[str]:
     return _find_silent_nodes(silent)
 
 
-def is_requeued(job: int) -> bool:
+def can_be_requeued(job: int) -> bool:
     """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
-    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
-    return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
+    description = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    return all(re.search(rf"\b{flag}=1\b", description) for flag in ("Requeue", "BatchFlag"))
 
 
 def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
@@ -142,10 +142,11 @@ def _is_responding(node: str) -> bool:
 def _expand_node_list(node_list: str) -> list[str]:
     """Return the nodes of a SLURM node list, such as `gpu[003-006,9]`."""
     try:
-        shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
+        command = ["scontrol", "show", "hostnames", node_list]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         problem = f"scontrol cannot list its nodes ({reason})"
         fix = "run this on a host of the cluster, or use another launcher"
         raise UserError(f"SLURM_JOB_NODELIST={node_list}: {problem}; {fix}") from None
-    return shown.stdout.split()
+    return listing.stdout.split()

@@ -13,7 +13,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_layers import expert_modules, expert_names
-from trainer.parallel.engine.deepspeed_engine import announce_partitioning, deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import announce_partitioning, build_deepspeed_config, start_engine
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import end_process, leave_process_group
@@ -73,7 +73,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
     model_name, quantization = KINDS[kind]
     training = TrainingSection(learning_rate=1e-2, gradient_accumulation_steps=1)
     zero = ZeroSection(stage=2 if gather == "layer" else 3, persistence_threshold=0)
-    config = deepspeed_config(training, zero, "fp32", on_gpu=False)
+    config = build_deepspeed_config(training, zero, "fp32", on_gpu=False)
     shards = LayerShards(CPU) if gather == "layer" else None
     how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager", "quantization": quantization}
     torch.manual_seed(0)

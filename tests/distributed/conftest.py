@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.preferences import write_answers, write_pairs
 from tests.tiny import make_model, write_chats
@@ -70,7 +70,7 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
     # CPU ranks beyond the cores are refused; counted as GPUs they are not.
     on_cpu = list(range(count)) if count > CPU_RANKS else []
     gpus = on_cpu if env.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
-    command = local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
+    command = build_local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
     shared = {**env, **command.set_variables}
     deadline, failed_at = time.monotonic() + timeout_s, None
     with log.open("w") as file:
@@ -97,7 +97,8 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
 
 def environment() -> dict[str, str]:
     """What a user's shell would hold, for CPU ranks without a network."""
-    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     return {**os.environ, **changes}
 
 
@@ -123,7 +124,7 @@ def launch(
         write_answers(folder / "answers.jsonl", 24, good=2)
         (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
     path = folder / f"plan-{ranks}.json"
-    path.write_text(json.dumps(_resolved(plan, folder)))
+    path.write_text(json.dumps(_resolve(plan, folder)))
     arguments = (str(folder), str(path))
     log = folder / f"launch-{ranks}.log"
     run_ranks(ranks, "tests.distributed.matrix", *arguments, env=env, log=log, timeout_s=timeout_s)
@@ -152,7 +153,7 @@ def _base(folder: Path) -> dict[str, Any]:
     }
 
 
-def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def _resolve(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Paths in the plan are relative to the session's folder."""
     resolved = []
     for case in plan:
@@ -161,6 +162,7 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
             "output_dir",
             "base_model",
             "lora.adapter_path",
+            "dataset.cache_dir",
             "dataset.path",
             "dataset.evaluation.path",
             "scu.reference",

@@ -9,7 +9,7 @@ import torch
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model.base import load_base_model
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config
 from trainer.parallel.ranks.group import end_process, leave_process_group
 
 
@@ -33,7 +33,7 @@ def _status(name: str) -> int:
 
 def main() -> int:
     folder, ranks = join(timeout_minutes=5)
-    partitioned = deepspeed_config(TrainingSection(), ZeroSection(stage=3), "fp32", on_gpu=False)
+    partitioned = build_deepspeed_config(TrainingSection(), ZeroSection(stage=3), "fp32", on_gpu=False)
     cases = {
         "whole": ("", None, None),
         "lora": ("", None, partitioned),

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsolePipe
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from trainer.contract.rendezvous import free_port
 
 if __name__ == "__main__":
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     def start(more: Sequence[str]) -> Ending:
         with ConsolePipe(Path(folder) / "logs") as pipe:
-            command = local_command(
+            command = build_local_command(
                 [shortage, *arguments, f"output_dir={folder}", *more, *pipe.arguments()],
                 gpus=[],
                 num_gpus=2,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ScuSection, TrainingSection, ZeroSection
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 from trainer.parallel.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
 from trainer.patches.deepspeed_workarounds import compute_gradient_norm
 from trainer.scu import law as scu
@@ -85,7 +85,7 @@ def one_process(measure: str, steps: int, dora: bool) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     law = scu.Law(target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, total_updates=steps)
-    state = scu.initial(law)
+    state = scu.build_initial_state(law)
     out: dict[str, Any] = {"lambda": [], "squares": [], "data_bpt": []}
     for step in range(1, steps + 1):
         loss_sum = torch.stack([loss_sum_of(model, *batch) for row in batches(step) for batch in row]).sum()
@@ -120,7 +120,7 @@ def on_engine(
     release = {"zero_optimization": {"stage3_max_reuse_distance": 0}} if stage == 3 else {}
     zero = ZeroSection(stage=stage, persistence_threshold=threshold, max_live_parameters=1, extra=release)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    engine: Any = start_engine(model, optimizer, deepspeed_config(training, zero, "fp32", on_gpu=False))
+    engine: Any = start_engine(model, optimizer, build_deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     assert steering.information is not None

@@ -70,7 +70,7 @@ def test_dequantising_alone(storage, rows, cols, dtype):
     ops.load("cuda")
     matrix = expert_cases.draw_packed(storage, (3, rows, cols), torch.Generator().manual_seed(0))
     on_card, shape = expert_cases.moved(matrix, "cuda"), [3, rows, cols, matrix.block, matrix.nested_block]
-    here = experts_kernels.dense_weight(on_card.tensors, matrix.storage, shape, dtype)
+    here = experts_kernels.build_dense_weight(on_card.tensors, matrix.storage, shape, dtype)
     assert torch.equal(here.cpu(), matrix.dequantized(dtype))
 
 

@@ -14,7 +14,7 @@ from tests.distributed.conftest import ROOT
 from tests.tiny import write_chats
 from trainer.checkpoint.finished_run import FinishedRun, load_saved_tokenizer, load_trained
 from trainer.config import RunConfig
-from trainer.scu.law import advance, initial
+from trainer.scu.law import advance, build_initial_state
 from trainer.scu.law_settings import build_law
 from trainer.setup.preflight import prepare
 
@@ -87,7 +87,7 @@ def test_the_controller_moves_lambda(run: tuple[Path, str]) -> None:
     assert [record["step"] for record in measured] == list(range(1, STEPS + 1))
     config = RunConfig.model_validate_json((run[0] / "training_config.json").read_text())
     law = build_law(config.scu, total_steps=STEPS, base_parameters=0)
-    state = initial(law)
+    state = build_initial_state(law)
     for record in measured:
         assert record["lambda"] == pytest.approx(state.lambda_, rel=1e-6)
         state = advance(law, state, record["s_ratio"])

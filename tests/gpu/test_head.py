@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import ops.head
-from ops.head import LossKind, divergence_sum, token_loss_sum
+from ops.head import LossKind, sum_divergences, sum_token_losses
 from tests.token_losses import PARAMETERS, PUBLISHED
 
 pytestmark = pytest.mark.gpu
@@ -70,10 +70,10 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
     for rows in (ops.head._divergences_on_gpu, ops.head._divergences_in_torch):
         monkeypatch.setattr(ops.head, "_divergences_on_gpu", rows)
         ours = hidden.clone().requires_grad_()
-        divergence = divergence_sum(ours, base, weight)
+        divergence = sum_divergences(ours, base, weight)
         (3.0 * divergence).backward()
         assert ours.grad is not None
-        assert divergence_sum(hidden, base, weight).item() == pytest.approx(divergence.item(), rel=1e-6)
+        assert sum_divergences(hidden, base, weight).item() == pytest.approx(divergence.item(), rel=1e-6)
         found.append((divergence, ours.grad))
     (got, gradient), (wanted, wanted_gradient) = found
     assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -84,7 +84,7 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
 def test_equal_hidden_states_diverge_by_nothing(dtype: torch.dtype) -> None:
     hidden, _, weight = made(49152, dtype)
     rows = hidden.clone().requires_grad_()
-    divergence = divergence_sum(rows, hidden, weight)
+    divergence = sum_divergences(rows, hidden, weight)
     divergence.backward()
     assert abs(divergence.item()) < 1e-6 * TOKENS
     assert rows.grad is not None and rows.grad.abs().max() == 0
@@ -100,7 +100,7 @@ def test_token_loss_and_its_gradient(dtype: torch.dtype, vocabulary: int) -> Non
     logits = (hidden @ weight.t()).double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     wanted.backward()
-    got = token_loss_sum(ours, weight, targets)
+    got = sum_token_losses(ours, weight, targets)
     got.backward()
     assert ours.grad is not None and logits.grad is not None
     assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -122,7 +122,7 @@ def test_losses_of_tokens_are_the_published_ones(dtype: torch.dtype, vocabulary:
 
     def compute() -> tuple[Tensor, Tensor]:
         ours = hidden.clone().requires_grad_()  # on the stream that captures
-        loss = token_loss_sum(ours, weight, targets, kind=kind, token_weights=drawn)
+        loss = sum_token_losses(ours, weight, targets, kind=kind, token_weights=drawn)
         return loss, torch.autograd.grad(loss, ours)[0]
 
     found = [compute()]

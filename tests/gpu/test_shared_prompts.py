@@ -74,7 +74,7 @@ def test_losses_are_those_of_pairs_alone(name: str, more: dict[str, Any]) -> Non
 
     def losses(model: Any, *, flat: bool, shared: bool = False) -> torch.Tensor:
         batch = collate(samples, 0, packed=True, flat=flat, pairs=True, shared=shared)
-        return TokenLoss(model).by_token(model, batch, CUDA)[LOSS]
+        return TokenLoss(model).measure_by_token(model, batch, CUDA)[LOSS]
 
     with torch.no_grad():
         expected = losses(exact, flat=False)

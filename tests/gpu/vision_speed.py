@@ -1,29 +1,31 @@
 """Speed of training on images: the tower in the step, cached features, text of as many tokens, and transformers + PEFT.
 
-python -m tests.gpu.vision_speed [--shape 7b|tiny] [--folder PLACE] [key=value ...]     a table comes last
+python -m tests.gpu.vision_speed [--shape 7b|tiny] [--folder PLACE] [--peers PACKAGES] [key=value ...]
+A table comes last. With `--peers`, a folder of Unsloth's packages (tests/bench/pack_peers.sh), Unsloth is measured too.
 Qwen2.5-VL's shape with random weights and r = 16 on the language model. A step has 4 conversations, each about an image
 of 1,024 tokens (896 x 896 pixels), with a question and an answer. PLACE needs 17 GB for the shape of 7B.
-The loop of transformers and PEFT has sdpa, bf16, gradient checkpointing, fused AdamW, and inputs that are ready.
+The peers' loop is tests/bench/vision_peers.py.
 """
 
 import argparse
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from tests.bench.vision_peers import ANSWER, BATCH, STEPS, WARM_UP
 from tests.vision import CHAT, PATCHES, QWEN_TOKENS
 
-BATCH, STEPS, WARM_UP, IMAGES = 4, 14, 5, 16
-QUESTION, ANSWER = 120, 280
+IMAGES, QUESTION = 16, 120
+PEFT, UNSLOTH = "images, transformers and PEFT", "images, Unsloth"
 SIDES = {"7b": 896, "tiny": 112}
 SHAPES: dict[str, dict[str, Any]] = {
     "7b": {
@@ -121,84 +123,43 @@ def measure(folder: Path, name: str, model: Path, more: list[str]) -> tuple[floa
     return tokens, step_ms, max(line.get("memory/peak_gib", 0.0) for line in steps)
 
 
-def measure_peft(folder: Path, model_folder: Path) -> tuple[float, float, float]:
-    """The same for a plain loop of transformers and PEFT in this process."""
-    from peft import LoraConfig, get_peft_model
-    from PIL import Image
-    from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    base = AutoModelForMultimodalLM.from_pretrained(model_folder, dtype=dtype, attn_implementation="sdpa").to(device)
-    base.config.use_cache = False
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    base.enable_input_require_grads()
-    settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", exclude_modules=r".*visual.*")
-    model = get_peft_model(base, settings, autocast_adapter_dtype=False).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
-    tokenizer, processor = (kind.from_pretrained(model_folder) for kind in (AutoTokenizer, AutoImageProcessor))
-    lines = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
-    times, tokens = list[float](), 0
-    for step in range(STEPS):
-        part = lines[step * BATCH : (step + 1) * BATCH]
-        images = [Image.open(folder / line["images"][0]) for line in part]
-        inputs = dict(processor(images, return_tensors="pt"))
-        count = int(inputs["image_grid_thw"][0].prod()) // 4
-        pads = "<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>"
-        texts = [
-            tokenizer.apply_chat_template(line["messages"], tokenize=False).replace("<image>", pads) for line in part
-        ]
-        ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
-        labels = ids.clone()
-        labels[:, : -ANSWER - 3] = -100
-        inputs |= {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == base.config.image_token_id).long()}
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        _wait(device)
-        begun = time.perf_counter()
-        model(**inputs).loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait(device)
-        times.append(time.perf_counter() - begun)
-        tokens = ids.numel()
-    seconds = median(times[WARM_UP:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return tokens / seconds, 1000 * seconds, peak
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def measure_peer(peer: str, folder: Path, packages: str = "") -> tuple[float, float, float]:
+    """The same for a peer's loop in a process of its own, which sees `packages` first."""
+    paths = os.pathsep.join(filter(None, (str(Path.cwd()), packages, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "tests.bench.vision_peers", peer, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    tokens, step_ms, gib = json.loads(done.stdout.splitlines()[-1])
+    return tokens, step_ms, gib
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="7b", choices=SHAPES)
     parser.add_argument("--folder")
-    parser.add_argument("--peft", action="store_true", help="only the loop of transformers and PEFT, in this process")
+    parser.add_argument(
+        "--peers", help="also measure Unsloth, with this folder of packages (tests/bench/pack_peers.sh)"
+    )
     arguments, more = parser.parse_known_args()
-    if arguments.peft:
-        print(json.dumps(measure_peft(Path(arguments.folder), Path(arguments.folder) / "model")))
-        return
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         make_model(folder / "model", arguments.shape)
         write_data(folder, SIDES[arguments.shape])
-        command = [sys.executable, "-m", "tests.gpu.vision_speed", "--peft", "--folder", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(done.stderr[-3000:])
-        found = {"images, transformers and PEFT": tuple(json.loads(done.stdout.splitlines()[-1]))}
+        found = {PEFT: measure_peer("peft", folder)}
+        if arguments.peers:
+            found[UNSLOTH] = measure_peer("unsloth", folder, arguments.peers)
         for name in CASES:
             found[name] = measure(folder, name, folder / "model", more)
             print(name, found[name], flush=True)
     finally:
         shutil.rmtree(folder)
-    text, plain = found["text of as many tokens"][0], found["images, transformers and PEFT"][0]
+    text, plain = found["text of as many tokens"][0], found[PEFT][0]
+    plain = max(plain, found.get(UNSLOTH, found[PEFT])[0])
     for name, (rate, step_ms, gib) in found.items():
-        print(f"{name:30} {rate:9,.0f} tokens/s  {rate / plain:.2f} of PEFT  {rate / text:.3f} of text", end="")
+        print(
+            f"{name:30} {rate:9,.0f} tokens/s  {rate / plain:.2f} of the peers' best  {rate / text:.3f} of text", end=""
+        )
         print(f"  {step_ms:8.1f} ms per step  {gib:6.2f} GiB")
 
 

@@ -11,7 +11,10 @@ import pytest
 from scripts import family_table
 from scripts.family_table import COLUMNS, PAGE, page, read
 
-SAMPLE = ("deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss mamba2 minimax_m2 musicgen nemotron_h qwen3_5 zamba2").split()
+SAMPLE = (
+    "aria_text deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss hrm_text mamba2 minimax_m2 musicgen nemotron_h openai-gpt "
+    "qwen3_5 zamba2"
+).split()
 """Fused, transposed and shared weights, experts, recurrent layers, indexers, images, and what is refused."""
 
 

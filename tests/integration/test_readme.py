@@ -16,6 +16,7 @@ PATIENCE_S = 900
 # What differs from the README: fewer steps, and no hub or cluster.
 CHANGED = {
     "zerolora train my.yaml": " training.max_steps=4",
+    "zerolora train my.yaml training.resume_from_checkpoint=latest": " training.max_steps=5",
     "zerolora submit my.yaml --nodes 4 --gpus-per-node 8 --time 12:00:00": " --dry-run",
     "zerolora chat runs/my": " --max-new-tokens 4 <<< 'Which port?'",
     "zerolora push runs/my OWNER/NAME": " --dry-run",
@@ -60,7 +61,7 @@ def test_commands_of_the_readme_work_in_order(tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    assert last_step(tmp_path / "runs" / "my") == 4
+    assert last_step(tmp_path / "runs" / "my") == 5
     assert (tmp_path / "runs" / "my" / "merged" / "model.safetensors").exists()
 
 

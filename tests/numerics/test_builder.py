@@ -16,8 +16,8 @@ import torch
 
 from ops import backend, prebuilt
 from ops.builder import LoraOpBuilder, list_operators, main, register
-from ops.prebuilt import build_lock
-from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode
+from ops.prebuilt import acquire_build_lock
+from ops.toolkit import BuildError, build_gencode_flag, check_capability, check_toolkit, list_architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def test_sources_are_absolute_and_complete():
     ],
 )
 def test_architectures_follow_the_toolkit(toolkit, expected):
-    assert all_architectures(toolkit) == expected
+    assert list_architectures(toolkit) == expected
 
 
 def test_flags_carry_sm_90a_and_no_fast_math():
@@ -58,7 +58,7 @@ def test_flags_carry_sm_90a_and_no_fast_math():
     assert "-gencode=arch=compute_120,code=compute_120" in flags
     assert "-DZEROLORA_HOPPER" in flags and "-DZEROLORA_HOPPER" not in LoraOpBuilder(["80"]).nvcc_args()
     assert not any("fast_math" in flag for flag in flags)
-    assert gencode("75") == "-gencode=arch=compute_75,code=sm_75"
+    assert build_gencode_flag("75") == "-gencode=arch=compute_75,code=sm_75"
 
 
 def test_ptx_alone_takes_the_path_of_its_own_cards():
@@ -116,8 +116,8 @@ def test_missing_nvcc_is_one_line(monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from ops.prebuilt import build_lock
-with build_lock(Path(sys.argv[1])):
+from ops.prebuilt import acquire_build_lock
+with acquire_build_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -141,7 +141,7 @@ def test_the_second_builder_waits_and_says_so(tmp_path, capsys):
     first, inside = holder(path), threading.Event()
 
     def build() -> None:
-        with build_lock(path):
+        with acquire_build_lock(path):
             inside.set()
 
     second = threading.Thread(target=build)
@@ -162,7 +162,7 @@ def test_a_killed_builder_leaves_no_lock(tmp_path):
     first = holder(path)
     first.kill()
     first.wait()
-    with build_lock(path):  # without waiting for anybody: there is nobody left who would let go
+    with acquire_build_lock(path):  # without waiting for anybody: there is nobody left who would let go
         pass
 
 
@@ -187,7 +187,7 @@ class SmallBuilder(LoraOpBuilder):
 def shared(tmp_path, monkeypatch) -> Path:
     """A folder with a build for Hopper and Ampere, which the environment names."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
+    monkeypatch.setattr("ops.builder.find_toolkit_version", lambda: (13, 0))
     SmallBuilder(["80", "90a"]).build_into(tmp_path / "shared")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("ops.prebuilt.IN_PACKAGE", tmp_path / "package")
@@ -200,28 +200,28 @@ def versions() -> tuple[str, str, str]:
 
 
 def test_a_shared_build_is_found_by_its_key_and_loads(shared):
-    sources = SmallBuilder()._sources_digest()
-    library = prebuilt.find(sources, versions(), {"90a"})
+    sources = SmallBuilder()._compute_sources_digest()
+    library = prebuilt.find_build(sources, versions(), {"90a"})
     assert library is not None and library.parent.parent == shared
     assert SmallBuilder()._import(library).__file__ == str(library)
-    build = prebuilt.read(library.parent)
+    build = prebuilt.read_record(library.parent)
     assert build is not None and build.architectures == ("80", "90a") and build.toolkit == "13.0"
-    assert prebuilt.find(sources, versions(), {"80", "90a"}) == library
+    assert prebuilt.find_build(sources, versions(), {"80", "90a"}) == library
     assert [path.name for path in shared.iterdir() if not path.name.startswith(".")] == [build.name]
     assert library.stat().st_mode & 0o777 == 0o755 and library.parent.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_shared_build_for_anything_else_is_left_alone(shared):
-    sources = SmallBuilder()._sources_digest()
+    sources = SmallBuilder()._compute_sources_digest()
     torch_version, cuda, python = versions()
-    assert prebuilt.find(sources, versions(), {"90a", "120"}) is None, "one card of the node is not in it"
-    assert prebuilt.find("other", versions(), {"90a"}) is None
-    assert prebuilt.find(sources, ("2.0.0", cuda, python), {"90a"}) is None
-    assert prebuilt.find(sources, (torch_version, "12.8", python), {"90a"}) is None
-    assert prebuilt.find(sources, (torch_version, cuda, "3.9-aarch64"), {"90a"}) is None
+    assert prebuilt.find_build(sources, versions(), {"90a", "120"}) is None, "one card of the node is not in it"
+    assert prebuilt.find_build("other", versions(), {"90a"}) is None
+    assert prebuilt.find_build(sources, ("2.0.0", cuda, python), {"90a"}) is None
+    assert prebuilt.find_build(sources, (torch_version, "12.8", python), {"90a"}) is None
+    assert prebuilt.find_build(sources, (torch_version, cuda, "3.9-aarch64"), {"90a"}) is None
     record = next(shared.glob("*/build.json"))
     record.write_text(record.read_text()[:40])
-    assert prebuilt.find(sources, versions(), {"90a"}) is None, "its record is not whole"
+    assert prebuilt.find_build(sources, versions(), {"90a"}) is None, "its record is not whole"
 
 
 def test_a_shared_build_is_made_once(shared):
@@ -240,7 +240,7 @@ def test_a_shared_build_is_made_once(shared):
 )
 def test_what_cannot_be_built_for_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ops.toolkit.toolkit_version", lambda: (13, 0))
+    monkeypatch.setattr("ops.toolkit.find_toolkit_version", lambda: (13, 0))
     assert main(["build", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "x").exists()
@@ -276,7 +276,7 @@ def test_kernels_that_are_requested_and_cannot_be_built_are_refused(monkeypatch,
 
 def test_the_second_process_finds_what_the_first_has_built(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
+    monkeypatch.setattr("ops.builder.find_toolkit_version", lambda: (13, 0))
     compiler = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -305,6 +305,6 @@ class Slow(SmallBuilder):
         return super()._compile(verbose, folder)
 
 torch.version.cuda = "13.0"
-ops.builder.toolkit_version = lambda: (13, 0)
+ops.builder.find_toolkit_version = lambda: (13, 0)
 Slow(["90a"]).build_into(Path(sys.argv[1]))
 """

@@ -14,8 +14,8 @@ from tests.numerics.expert_cases import Problem, make, truth
 # The line as it is, and with the mistake. H, I and the rank are equal, so that no shape gives a mistake away.
 MUTATIONS = {
     "no scale in h of gate_up": (
-        "s_gu * (_masked(x_e, masks[0], rows) @ a_RH.t())",
-        "_masked(x_e, masks[0], rows) @ a_RH.t()",
+        "s_gu * (_apply_mask(x_e, masks[0], rows) @ a_RH.t())",
+        "_apply_mask(x_e, masks[0], rows) @ a_RH.t()",
     ),
     "no scale in h of down": ("h = s_d * (", "h = ("),
     "no scale in dh of gate_up": ("dh = s_gu * (du @ b_UR)", "dh = du @ b_UR"),
@@ -29,8 +29,8 @@ MUTATIONS = {
         "grads_gu, grads_d[::-1]",
     ),
     "dA transposed": (
-        "grads_d[0][rows.e] = (w * dh).t() @ _masked(act, masks[1], rows)",
-        "grads_d[0][rows.e] = _masked(act, masks[1], rows).t() @ (w * dh)",
+        "grads_d[0][rows.e] = (w * dh).t() @ _apply_mask(act, masks[1], rows)",
+        "grads_d[0][rows.e] = _apply_mask(act, masks[1], rows).t() @ (w * dh)",
     ),
     "the router's weight left out of dA": ("(w * dh).t()", "dh.t()"),
     "the router's weight left out of dB": ("(w * h_d[rows.span", "(h_d[rows.span"),
@@ -47,7 +47,7 @@ MUTATIONS = {
     "another expert's bias of down": ("o + biases[1][rows.e]", "o + biases[1][rows.e - 1]"),
     "the bias left out of the weight's gradient": ("grad_flat[rows.pairs] += (dy", "grad_flat[rows.pairs] += 0 * (dy"),
     "one mask for both matrices": ("seed[i : i + 1]", "seed[:1]"),
-    "dX without the mask": ("_masked(dh @ a_RH, masks[0], rows)", "dh @ a_RH"),
+    "dX without the mask": ("_apply_mask(dh @ a_RH, masks[0], rows)", "dh @ a_RH"),
     "the mask of sorted rows": ("x * mask[rows.pairs]", "x * mask[rows.span]"),
     "gate and up swapped": ("(u[..., :half], u[..., half:])", "(u[..., half:], u[..., :half])"),
     "their gradients swapped": ("else torch.cat([gate, up], dim=-1)", "else torch.cat([up, gate], dim=-1)"),

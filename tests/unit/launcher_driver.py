@@ -5,12 +5,12 @@ from pathlib import Path
 
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsolePipe
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from trainer.contract.rendezvous import free_port
 
 if __name__ == "__main__":
     with ConsolePipe(Path(sys.argv[2]) / "logs") as pipe:
-        command = local_command(
+        command = build_local_command(
             [*sys.argv[1:], *pipe.arguments()],
             gpus=[],
             num_gpus=2,

@@ -181,7 +181,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: read_outcomes(run),
         lambda: read_hostfile(run / "hostfile"),
         lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
-        lambda: Attempts._global_batch(_attempts_in(run)),
+        lambda: Attempts._read_global_batch(_attempts_in(run)),
     ]
     if not name.startswith("logs/") or name == "logs/restarts.json":
         readers += [

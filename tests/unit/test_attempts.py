@@ -14,7 +14,7 @@ from launcher.plan import Request
 from launcher.rank_slots import RankSlots
 from launcher.start import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
 from launcher.supervision.remote import SrunReach
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation
 from trainer.config import load_config
 from trainer.contract.rendezvous import free_port
@@ -50,7 +50,7 @@ class Machine:
             (self.folder / name).write_text(json.dumps(record))
         config = self.folder / "config.yaml"
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
-        build = partial(local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
+        build = partial(build_local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
         places = RankSlots(Request(launcher="local"), self.folder / "logs", build)
         loaded = load_config(config).config
         run_dir = Path(loaded.output_dir)
@@ -74,7 +74,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     there = tmp_path / "gpus.json"
     there.write_text(json.dumps(GPUS))
     monkeypatch.setattr(rank_slots, "installed_gpus", lambda: json.loads(there.read_text()))
-    monkeypatch.setattr(rank_slots, "local_command", partial(local_command, module=RANK))
+    monkeypatch.setattr(rank_slots, "build_local_command", partial(build_local_command, module=RANK))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return Machine(tmp_path)
 
@@ -133,8 +133,8 @@ def test_one_after_the_other_is_left_out(machine: Machine) -> None:
 def test_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that SLURM queues again is not restarted here, unless it is asked for."""
     in_job = SrunReach(Allocation(7, ("n1", "n2"), 2))
-    for is_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
-        monkeypatch.setattr(launcher_start, "is_requeued", lambda job, found=is_requeued: found)
+    for can_be_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
+        monkeypatch.setattr(launcher_start, "can_be_requeued", lambda job, found=can_be_requeued: found)
         assert resolve_max_restarts(None, in_job) == most
         assert resolve_max_restarts(5, in_job) == 5
     assert resolve_max_restarts(None, None) == DEFAULT_RESTARTS

@@ -1,6 +1,9 @@
 """The thread that writes checkpoints during training: files straight from memory, without PEFT."""
 
+import json
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
-from trainer.checkpoint.adapter_files import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterForm, NotReloadable
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.checkpoint.weights import gather_weights, write_adapter
+from trainer.model.saved_adapter import load_on_empty_base
 
 
 def content(files: dict[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -102,3 +106,64 @@ def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, m
     train(folder, training__save_steps=1, training__max_steps=3)
     assert len(list((folder / "run").glob("checkpoint-*/adapter_model.safetensors"))) == 3
     assert len(asked) == 1 and not Path(asked[0]).is_relative_to(folder)
+
+
+def test_peft_loads_the_adapter_once_in_a_run_and_what_it_would_not_take_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loads = make_ground(tmp_path), []
+
+    def count_loads(*arguments: Any) -> None:
+        loads.append(arguments[1]["r"])
+        load_on_empty_base(*arguments)
+
+    monkeypatch.setattr("trainer.checkpoint.adapter_files.load_on_empty_base", count_loads)
+    train(folder, training__save_steps=1, training__max_steps=3)
+    assert loads == [4]  # three checkpoints and the result
+
+    def write_fewer(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+        if path.name == "adapter_model.safetensors" and "checkpoint-5" in str(path):
+            tensors = dict(list(tensors.items())[1:])
+        return write_tensors(path, tensors, metadata)
+
+    monkeypatch.setattr("trainer.checkpoint.weights.write_tensors", write_fewer)
+    settings: dict[str, Any] = {"training__resume_from_checkpoint": "latest", "training__save_total_limit": None}
+    with pytest.raises(NotReloadable, match=r"^checkpoint-5 was not saved: .*1 tensors .* not in the file"):
+        train(folder, training__save_steps=1, training__max_steps=8, **settings)
+    assert sorted(path.name for path in (folder / "run").glob("*checkpoint-*")) == [
+        f"checkpoint-{step}" for step in range(1, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("names", r"1 of the 10 tensors .* match no layer, first .*q_prof"),
+        ("targets", r"4 of the 9 tensors .* match no layer, first .*k_proj"),
+        ("rank", r"size mismatch for .*q_proj"),
+        ("rows", r"embed_tokens"),
+        ("none", ""),
+    ],
+)
+def test_an_adapter_that_peft_would_not_load_whole_is_not_saved(tmp_path: Path, change: str, problem: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    rows: dict[str, Any] = {"trainable_token_indices": {"embed_tokens": [1, 5]}, "target_modules": ["q_proj", "k_proj"]}
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), LoraConfig(r=4, **rows))
+    trained = gather_weights(model)
+    form = AdapterForm.from_model(model, trained)
+    names, settings = dict(form.names), json.loads(form.settings)
+    first = next(name for name in names if "q_proj.lora_A" in name)
+    if change == "names":
+        names[first.replace("q_proj", "q_prof")] = names[first]
+    elif change == "targets":
+        settings["target_modules"] = ["q_proj"]
+    elif change == "rank":
+        settings["r"] = 8
+    elif change == "rows":
+        names = {name: source for name, source in names.items() if "token" not in name}
+    changed = replace(form, names=names, settings=json.dumps(settings))
+    expected = pytest.raises(NotReloadable, match=problem) if problem else nullcontext()
+    with expected:
+        write_adapter(changed, trained, tmp_path, must_have_moved=False)

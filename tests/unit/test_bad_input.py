@@ -427,7 +427,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
         module.main(words)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "--help` says how" in line
+    assert line.startswith("error: ") and "see `" in line and "--help`" in line
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])

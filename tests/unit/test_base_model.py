@@ -198,6 +198,12 @@ def check(name: str) -> list[str]:
     return notes
 
 
+@pytest.mark.parametrize(("kind", "problem"), [("blip-2", "pixel_values"), ("diffusion_gemma", "token by token")])
+def test_models_that_need_more_than_tokens_are_refused_by_their_class(kind: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"base_model=m: .*{problem}.*use a causal language model"):
+        check_kind("m", tiny_config(kind))
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_one_line(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, fragments = BROKEN[case]
@@ -243,6 +249,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "m/model.safetensors": ("is a file; use its folder",),
     "/models/missing": ("no such folder (/",),
     "./missing": ("no such folder (",),
+    "missing.safetensors": ("no such file",),
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),

@@ -15,7 +15,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_layers import expert_modules
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 from trainer.parallel.engine.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def check(kind: str, count: int, folder: Path) -> None:
         with one_rank(folder / f"store-{stage}"):
             section = TrainingSection(precision="bf16")
             zero = ZeroSection.model_validate({"stage": stage} | ({"gather": "module"} if stage == 3 else {}))
-            settings = deepspeed_config(section, zero, "bf16", on_gpu=False)
+            settings = build_deepspeed_config(section, zero, "bf16", on_gpu=False)
             cut = settings if stage == 3 else None
             common: dict[str, Any] = {"dtype": torch.bfloat16, "device": CPU, "attention": None}
             model = load_base_model(str(base), ModelSection(), deepspeed_config=cut, **common)

@@ -173,6 +173,15 @@ def test_details_before_the_first_step_are_in_the_log_and_on_the_console_if_aske
     assert log_of(tmp_path / "1").count("\n") == 1
 
 
+def test_other_adapters_of_a_run_show_only_warnings_before_the_first_step(tmp_path: Path) -> None:
+    body = OUTPUT.format(main=True, verbose=False).replace("output(", "output.shows_start = False\noutput(", 1)
+    assert run(script(tmp_path, body + "output.shows_start = True\noutput.show('a result')")).stdout.splitlines() == [
+        *WARNINGS,
+        "a result",
+        "a result",
+    ]
+
+
 def test_a_line_is_once_in_the_log_that_replaces_a_lost_console(tmp_path: Path) -> None:
     lost = "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, console.file.fileno())\n"
     run(script(tmp_path, "import os\n" + lost + OUTPUT.format(main=True, verbose=False)))

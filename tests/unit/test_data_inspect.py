@@ -57,6 +57,15 @@ def test_shows_weights_below_1_and_the_loss(capsys: pytest.CaptureFixture[str]) 
     assert "loss: dft; noise on embeddings: 5" in out
 
 
+def test_counts_the_trained_tokens_of_an_example_as_the_totals_do(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("texts.jsonl").write_text('{"text": "a"}\n{"text": "b c"}\n')
+    out = shown(capsys, "dataset.path=texts.jsonl", examples=2)
+    examples = re.findall(r"example \d: (\d+) tokens, (\d+) trained", out)
+    total = re.search(r"2 documents, (\d+) tokens, (\d+) of them trained", out)
+    assert total and examples == [(tokens, str(int(tokens) - 1)) for tokens, _ in examples]
+    assert [sum(map(int, column)) for column in zip(*examples, strict=True)] == [int(count) for count in total.groups()]
+
+
 def test_shows_no_escape_sequences_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [("user", "red \x1b]0;title\x07cat"), ("assistant", "blue \x1b[2Jdog\x9d0;x\x07")]
     record = {"messages": [{"role": role, "content": content} for role, content in turns]}

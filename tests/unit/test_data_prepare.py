@@ -332,6 +332,11 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
         {"path": "a.jsonl"},
         ("dataset.train_on=assistant: none of the 2 records", "`zerolora inspect`"),
     ),
+    "roles that leave no answer": (
+        {"a.jsonl": chats(("human", "x"), ("gpt", "y"))},
+        {"path": "a.jsonl", "roles": {"user": ["gpt"], "system": ["human"]}},
+        ("none of the 2 records", "correct dataset.roles"),
+    ),
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
         {"path": "a.jsonl", "max_length": 3},

@@ -36,16 +36,16 @@ def planner(model_type: str, machine: Machine = GPU, **settings: Any) -> Planner
 
 
 def decided(model_type: str, machine: Machine = GPU, **changes: Any) -> Decisions:
-    return planner(model_type, machine, vocab_size=512).decisions(config_of(**changes))
+    return planner(model_type, machine, vocab_size=512).build_decisions(config_of(**changes))
 
 
 def test_logits_that_are_capped_count_whole() -> None:
     """Gemma 2: 8,192 targets of 256,000 logits at 12 bytes and more, which the fused loss would not take."""
     capped = planner("gemma2", vocab_size=256_000)
-    assert capped.decisions(config_of()).fused_head.reason == "the model caps its logits"
+    assert capped.build_decisions(config_of()).fused_head.reason == "the model caps its logits"
     assert capped.estimate(config_of()).terms["logits and loss"] > 12 * 8192 * 256_000
     plain = planner("gemma2", vocab_size=256_000, final_logit_softcapping=None)
-    assert plain.decisions(config_of()).fused_head.value is True
+    assert plain.build_decisions(config_of()).fused_head.value is True
     assert capped.estimate(config_of()).peak > plain.estimate(config_of()).peak + 25e9
 
 
@@ -97,8 +97,10 @@ def test_decisions_on_a_cpu_have_reasons() -> None:
     found = decided("llama", Machine(2, False, "fp32", own_kernels=False, flash=False))
     assert (found.norms.value, found.norms.reason) == ("model", "no GPU")
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
-    assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (no GPU)")
-    assert found.line().startswith("decided: attention: sdpa (packed documents are masked: no flash attention), ")
+    assert found.cuda_graphs.value is False and found.format_summary().endswith("CUDA graphs: no (no GPU)")
+    assert found.format_summary().startswith(
+        "decided: attention: sdpa (packed documents are masked: no flash attention), "
+    )
     assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
@@ -108,7 +110,7 @@ def test_reference_text_has_its_own_pass_and_thus_its_own_backward_pass() -> Non
     recomputed = {"training.gradient_checkpointing": "non_reentrant"}
     llama = planner("llama", vocab_size=512)
     steered, plain = config_of(**kl, **recomputed), config_of(**recomputed)
-    work, alone = (llama.build_work(config, llama.decisions(config)) for config in (steered, plain))
+    work, alone = (llama.build_work(config, llama.build_decisions(config)) for config in (steered, plain))
     assert work.rows == alone.rows + 1 == steered.training.batch_size + 1
     assert work.larger_pass == alone.larger_pass == steered.training.batch_size
     term = "backward of a layer"
@@ -128,7 +130,7 @@ def test_cached_reference_states_count_as_host_memory() -> None:
     def kept(changes: dict[str, Any], reference: int | None = None) -> int:
         looked = replace(llama, lengths=replace(llama.lengths, reference=reference))
         config = config_of(**kl | changes)
-        size = looked._placement(config, looked.decisions(config)).base_states
+        size = looked._build_placement(config, looked.build_decisions(config)).base_states
         assert looked.estimate(config).host >= size
         return size
 
@@ -157,7 +159,7 @@ def test_an_unexpected_head_is_reported() -> None:
 
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
-    rules = {"find_flat_obstacle", "gathers_by_layer", "find_layer_gather_problem", "guards_on_device"}
+    rules = {"find_flat_problem", "gathers_by_layer", "find_layer_gather_problem", "can_guard_on_device"}
     may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_settings.py"}
     callers = {
         path.name

@@ -49,17 +49,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
     marks = DeviceMarks()
     marks.note(0)
-    assert marks.reached() is None, "before the first step a rank may be on another card"
+    assert marks.find_reached() is None, "before the first step a rank may be on another card"
     for _ in range(EVENT_COUNT + 3):
         marks.note(4)
-    assert marks.reached() == EVENT_COUNT + 3
+    assert marks.find_reached() == EVENT_COUNT + 3
     card.is_free = False
     marks.note(5)
     marks.note(5)
-    assert marks.reached() == EVENT_COUNT + 3
+    assert marks.find_reached() == EVENT_COUNT + 3
     for _ in range(EVENT_COUNT):
         marks.note(6)
-    assert marks.reached() == 0, "of none that is left"
+    assert marks.find_reached() == 0, "of none that is left"
 
 
 def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
@@ -69,17 +69,17 @@ def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
     marks.note(1)
     card.device, card.capturing = 1, True
     marks.note(1)
-    assert marks.reached() == 1
+    assert marks.find_reached() == 1
     card.fails = True
     marks.note(1)
-    assert marks.reached() is None
+    assert marks.find_reached() is None
 
 
 def test_phases_that_every_rank_has_are_marked() -> None:
     """Others, such as those of rank 0 alone, would make the numbers differ."""
     progress, noted = Progress(), list[int]()
     progress.mark_device = noted.append
-    progress.at_step(3)
+    progress.begin_step(3)
     for name in ("data", "backward", "reduce", "optimizer step", "save", "generate"):
         with progress.phase(name):
             pass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import ops.head
-from ops.head import divergence_sum
+from ops.head import sum_divergences
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
 from trainer.data.batches import collate
@@ -46,7 +46,7 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
     generator = torch.Generator().manual_seed(0)
     hidden, base, weight = (torch.randn(rows, 16, generator=generator).double() for rows in (13, 13, 37))
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    got, want = divergence_sum(ours, base, weight, factor=factor), plain(theirs, base, weight, factor)
+    got, want = sum_divergences(ours, base, weight, factor=factor), plain(theirs, base, weight, factor)
     # The operator's log-softmax is in 32 bits.
     assert got.item() == pytest.approx(want.item(), rel=1e-5)
     (3.0 * got).backward()
@@ -57,7 +57,7 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
 def test_equal_hidden_states_diverge_by_nothing() -> None:
     hidden, weight = torch.randn(5, 8), torch.randn(11, 8)
     rows = hidden.clone().requires_grad_()
-    divergence = divergence_sum(rows, hidden, weight)
+    divergence = sum_divergences(rows, hidden, weight)
     divergence.backward()
     assert divergence.item() == pytest.approx(0.0, abs=1e-6) and rows.grad is not None
     assert rows.grad.abs().max() < 1e-6
@@ -65,9 +65,9 @@ def test_equal_hidden_states_diverge_by_nothing() -> None:
 
 def test_wrong_shapes_and_a_trained_head_are_refused() -> None:
     with pytest.raises(ValueError, match="expected"):
-        divergence_sum(torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(5, 4))
+        sum_divergences(torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(5, 4))
     with pytest.raises(ValueError, match="requires a gradient"):
-        divergence_sum(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(5, 4, requires_grad=True))
+        sum_divergences(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(5, 4, requires_grad=True))
 
 
 def adapted(*, modules_to_save: list[str] | None = None) -> Any:
@@ -106,7 +106,7 @@ def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool
 
 
 def batch_of(reference: Reference, step: int) -> Tensor:
-    return reference.batch(reference.select(step)).input_ids
+    return reference.build_batch(reference.select(step)).input_ids
 
 
 def by_hand(model: Any, samples: list[Sample]) -> Tensor:
@@ -131,7 +131,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     batch = collate(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
     base = loss.compute_base_states(model, batch, CPU)
-    got = loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)
+    got = loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = torch.autograd.grad(got, list(trained.values()), allow_unused=True)
     want = by_hand(model, samples)
@@ -142,7 +142,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
         if one is not None and other is not None:
             # Differences of nearly equal logarithms in 32 bits, summed in chunks here and at once by hand.
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert not loss.divergence(model, batch, CPU, base_states=base, with_gradient=False).requires_grad
+    assert not loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=False).requires_grad
 
 
 def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
@@ -175,7 +175,7 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         if between:
             other = collate(documents(5), 0, packed=False, flat=False)
             base = loss.compute_base_states(model, other, CPU)
-            divergence = loss.divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
+            divergence = loss.compute_divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
         total.backward()
         return torch.cat([buffer.grad.flatten() for buffer in flat.buffers if buffer.grad is not None])
@@ -193,7 +193,7 @@ def test_reference_of_a_step_follows_from_its_number_and_ranks_share_it() -> Non
         parts = [reference(2, rank=rank, world_size=2) for rank in (0, 1)]
         rows = [row[row > 0].tolist() for part in parts for row in batch_of(part, step)]
         assert rows == [row[row > 0].tolist() for row in batch_of(reference(4), step)]
-        assert parts[0].tokens(step) == parts[1].tokens(step) == sum(len(row) - 1 for row in rows)
+        assert parts[0].count_tokens(step) == parts[1].count_tokens(step) == sum(len(row) - 1 for row in rows)
     # A pass goes through every document once.
     seen = [tuple(row[row > 0].tolist()) for step in range(1, 8) for row in batch_of(reference(1), step)]
     assert len(set(seen)) == 7
@@ -389,7 +389,7 @@ def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None
             with flat.build_stacks_only(), replace_forward(model, lambda: buffer.sum()):
                 total = model()
             base = loss.compute_base_states(model, batch, CPU)
-            (total + loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)).backward()
+            (total + loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=True)).backward()
             assert buffer.grad is not None
             found.append(buffer.grad.clone())
         return found

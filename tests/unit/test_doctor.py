@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run, _run_on_hosts, show
+from launcher.doctor.command import _run, _run_on_hosts, print_checks
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -28,7 +28,7 @@ from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
 from trainer.contract.json_records import MARK, Check
-from trainer.parallel.ranks.agreement import Report, differences
+from trainer.parallel.ranks.agreement import Report, find_differences
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -161,7 +161,7 @@ def test_one_rank_has_no_link_to_be_slow() -> None:
 def test_versions_that_differ_are_named_by_host() -> None:
     """The comparison that the ranks of the doctor share with the start of a run."""
     good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
-    (line,) = differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
+    (line,) = find_differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
     assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
 
 
@@ -174,7 +174,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         *[Check(name, "OK", "good", host="n2") for name in ("torch", "driver")],
         Check("/dev/shm", "WARN", "0.1 GiB free", "--shm-size=8g", host="n2"),
     ]
-    show(checks, as_json=False)
+    print_checks(checks, as_json=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "OK port a free one",
@@ -185,7 +185,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         "OK n2 2 checks passed",
         "3 OK, 1 WARN, 1 FAIL",
     ]
-    show(checks, as_json=True)
+    print_checks(checks, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and report["checks"][1]["fix"] == "rm /x/[1]/lock"
 
@@ -193,7 +193,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
 def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     long = "word " * 40
     checks = [Check("torch", "OK", long, "install a CUDA build"), Check("disk", "FAIL", "x" * 300, long)]
-    show(checks, as_json=False)
+    print_checks(checks, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert sum("fix:" in line for line in lines) == 1
@@ -213,4 +213,4 @@ def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     assert [(check.host, check.name, check.state) for check in checks] == [
         ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
     ]  # fmt: skip
-    assert checks[3].found == "fails there: no route"
+    assert checks[3].found == "the checks on this host failed: no route"

@@ -135,7 +135,7 @@ def test_what_computes_something_else_keeps_its_own_forward():
     assert not replaced.norms and not replaced.mlps
     assert [name for name, _ in replaced.refused] == ["OtherRMSNorm", "_ScaledMLP"]
     assert "something else" in replaced.refused[0][1] and "more than project" in replaced.refused[1][1]
-    assert all(replaced.why_not().values())
+    assert all(replaced.find_reasons().values())
     assert all("forward" not in vars(module) for module in model)
 
 
@@ -155,5 +155,5 @@ def test_a_copy_of_a_norm_uses_its_own_weight(monkeypatch):
 def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
     assert replaced.norms == 0 and replaced.mlps == 2
-    assert [part for part, reason in replaced.why_not().items() if not reason] == ["swiglu", "rope"]
+    assert [part for part, reason in replaced.find_reasons().items() if not reason] == ["swiglu", "rope"]
     assert "5 x LlamaRMSNorm: its weight is trained" in replaced.lines()[1]

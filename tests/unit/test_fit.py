@@ -23,20 +23,24 @@ def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
     assert found.factor == pytest.approx(0.5, abs=1 / 256) and found.kl_bits_before == 0.08 and len(asked) == 9
     assert found.kl_bits == 0.08 * found.factor**2 <= 0.02
     assert find_scale(kl_bits, 0.08, 64) == ScaleFit(1.0, 0.08, 0.08, 64)
-    assert "0.5" in found.line(0.02) and "within the target" in find_scale(kl_bits, 0.1, 64).line(0.1)
+    assert "0.5" in found.format_summary(0.02) and "within the target" in find_scale(kl_bits, 0.1, 64).format_summary(
+        0.1
+    )
 
 
 def test_a_k_that_is_no_number_scales_nothing() -> None:
     found = find_scale(lambda _: math.nan, 0.02, 8)
     assert (
-        found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "the update is not scaled" in found.line(0.02)
+        found.factor == 1.0
+        and "K is nan bits" in found.format_summary(0.02)
+        and "the update is not scaled" in found.format_summary(0.02)
     )
 
 
 def test_an_adapter_above_the_target_at_every_scale_is_unchanged() -> None:
     """DoRA's magnitudes are no part of what is scaled."""
     found = find_scale(lambda factor: 1.0 + factor, 0.02, 8)
-    assert found.factor == 1.0 and found.kl_bits == 2.0 and "the update is not scaled" in found.line(0.02)
+    assert found.factor == 1.0 and found.kl_bits == 2.0 and "the update is not scaled" in found.format_summary(0.02)
 
 
 @pytest.mark.parametrize("count", [64, 65, 100, 512, 700, 5000])
@@ -57,9 +61,9 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     loop = Loop(controller="none")
     loop.run(1, 20)
     whole, token_loss, engine = reference(1), TokenLoss(loop.model), engine_of(loop.model)
-    batch = whole.batch(range(len(whole.documents)))
+    batch = whole.build_batch(range(len(whole.documents)))
     base_states = token_loss.compute_base_states(engine, batch, CPU)
-    at_once = token_loss.divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
+    at_once = token_loss.compute_divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
     tokens = sum(len(document.input_ids) - 1 for document in whole.documents)
     held_out = Divergence(engine, token_loss, whole)
     assert held_out.measure_all() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)

@@ -9,7 +9,7 @@ import torch
 from tests.tiny import make_model
 from trainer.config import LoraSection
 from trainer.model.adapter import GradientCheck, apply_adapter, count_parameters
-from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter, trained_parameters
+from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter, list_trained_parameters
 from trainer.scu.information import AdapterInformation, find_pairs
 
 
@@ -49,8 +49,8 @@ def test_values_gradients_and_loss_are_those_of_separate_tensors(tmp_path: Path,
     loss_of(model).backward()
     separate = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
     gradients = flat_gradients(model, flat)
-    assert gradients.keys() == separate.keys() == dict(trained_parameters(model)).keys()
-    for name, parameter in trained_parameters(model):
+    assert gradients.keys() == separate.keys() == dict(list_trained_parameters(model)).keys()
+    for name, parameter in list_trained_parameters(model):
         torch.testing.assert_close(parameter.data, separate[name].data, rtol=0, atol=0)
         # By the same operators, here into a view of the buffer: products may depend on its alignment by a rounding.
         torch.testing.assert_close(gradients[name].view_as(parameter), separate[name].grad, rtol=2.5e-7, atol=0)
@@ -68,10 +68,10 @@ def test_one_update_of_the_buffer_is_an_update_of_peft_s_parameters(tmp_path: Pa
     flat = flatten_adapter(model, separate_up=False)
     assert flat is not None
     loss_of(model).backward()
-    before = {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
+    before = {name: parameter.detach().clone() for name, parameter in list_trained_parameters(model)}
     torch.optim.SGD(flat.buffers, lr=1.0).step()
     gradients = flat_gradients(model, flat)
-    for name, parameter in trained_parameters(model):
+    for name, parameter in list_trained_parameters(model):
         torch.testing.assert_close(parameter.data, before[name] - gradients[name].view_as(parameter))
     assert flat.is_whole()
     flat.buffers[0].data = flat.buffers[0].data.clone()  # what an engine does when it starts

@@ -18,7 +18,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.older_names import map_loaded_names
 from trainer.model.targets import Targets
-from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.flat_adapter import list_trained_parameters
 
 DENSE = ("llama", "qwen2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "falcon", "bloom", "opt", "granitemoehybrid")
 NOT_BUILT = 40
@@ -45,7 +45,7 @@ def lost(name: str, folder: Path, **lora: Any) -> tuple[list[str], list[str]]:
     config = config_of(name)
     with torch.device("meta"):
         ours = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
-    form = AdapterForm.from_model(ours, [path for path, _ in trained_parameters(ours)])
+    form = AdapterForm.from_model(ours, [path for path, _ in list_trained_parameters(ours)])
     shapes = {stored: value.shape for stored, value in form.build_tensors(dict(ours.named_parameters())).items()}
     save_file({stored: torch.zeros(shape) for stored, shape in shapes.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(form.settings)

@@ -9,7 +9,7 @@ import torch
 from tests.engine import backward, one_rank, tiny_model
 from trainer.config import LoraSection, TrainingSection, ZeroSection
 from trainer.model.adapter import apply_adapter
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.recompute import enable_recomputation
@@ -27,7 +27,7 @@ def test_no_frozen_weight_stays_gathered_after_the_backward_pass(recomputed: str
         enable_recomputation(model, section)
         zero = ZeroSection(stage=3, gather="module", persistence_threshold=0)
         optimizer = build_optimizer(model, section, LoraSection(), fused=False)
-        engine: Any = start_engine(model, optimizer, deepspeed_config(section, zero, "fp32", on_gpu=False))
+        engine: Any = start_engine(model, optimizer, build_deepspeed_config(section, zero, "fp32", on_gpu=False))
         install_workarounds(engine)
         weights = {name: each for name, each in engine.module.named_parameters() if not each.requires_grad}
 

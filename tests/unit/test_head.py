@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ops.head
-from ops.head import token_loss_sum
+from ops.head import sum_token_losses
 from tests.tiny import make_model
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
@@ -31,7 +31,7 @@ def test_equals_cross_entropy_of_all_logits(
 ) -> None:
     monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", chunk_elements)
     hidden, weight, targets = problem(torch.float32)
-    loss = token_loss_sum(hidden, weight, targets, factor=factor)
+    loss = sum_token_losses(hidden, weight, targets, factor=factor)
     (grad,) = torch.autograd.grad(3 * loss, hidden)
     truth = F.cross_entropy(factor * hidden @ weight.t(), targets, reduction="sum")
     (expected,) = torch.autograd.grad(3 * truth, hidden)
@@ -41,7 +41,7 @@ def test_equals_cross_entropy_of_all_logits(
 
 def test_bf16_errs_no_more_than_torch_in_bf16() -> None:
     hidden, weight, targets = problem(torch.bfloat16)
-    (grad,) = torch.autograd.grad(token_loss_sum(hidden, weight, targets), hidden)
+    (grad,) = torch.autograd.grad(sum_token_losses(hidden, weight, targets), hidden)
     plain = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
     (torch_grad,) = torch.autograd.grad(plain, hidden)
     exact = hidden.detach().double().requires_grad_()
@@ -56,7 +56,7 @@ def test_fp16_keeps_gradients_of_a_large_vocabulary_under_any_loss_scale(loss_sc
     vocabulary = 400_000
     hidden = (torch.randn(4, 8, generator=generator) * 0.1).half().requires_grad_()
     weight, targets = torch.randn(vocabulary, 8, generator=generator).half(), torch.tensor([1, 2, 3, 4])
-    (grad,) = torch.autograd.grad(loss_scale / vocabulary * token_loss_sum(hidden, weight, targets), hidden)
+    (grad,) = torch.autograd.grad(loss_scale / vocabulary * sum_token_losses(hidden, weight, targets), hidden)
     exact = hidden.detach().double().requires_grad_()
     loss = F.cross_entropy(exact @ weight.double().t(), targets, reduction="sum")
     (truth,) = torch.autograd.grad(loss_scale / vocabulary * loss, exact)
@@ -67,11 +67,11 @@ def test_fp16_keeps_gradients_of_a_large_vocabulary_under_any_loss_scale(loss_sc
 def test_nothing_is_differentiated_without_a_gradient_and_bad_input_is_refused() -> None:
     hidden, weight, targets = problem(torch.float32)
     with torch.no_grad():
-        assert not token_loss_sum(hidden, weight, targets).requires_grad
+        assert not sum_token_losses(hidden, weight, targets).requires_grad
     with pytest.raises(ValueError, match="expected"):
-        token_loss_sum(hidden, weight[:, :-1], targets)
+        sum_token_losses(hidden, weight[:, :-1], targets)
     with pytest.raises(ValueError, match="freeze it"):
-        token_loss_sum(hidden, weight.requires_grad_(), targets)
+        sum_token_losses(hidden, weight.requires_grad_(), targets)
 
 
 def _batch() -> MicroBatch:

@@ -7,9 +7,9 @@ import pytest
 
 from launcher.plan import Request
 from launcher.targets.hostfile import choose_slots, read_hostfile
-from launcher.targets.local import exported_variables, hostfile_command, write_environment
-from launcher.targets.mpi import mpirun_command
-from launcher.targets.slurm import Allocation, read_allocation, srun_command
+from launcher.targets.local import build_hostfile_command, select_exported_variables, write_environment
+from launcher.targets.mpi import build_mpirun_command
+from launcher.targets.slurm import Allocation, build_srun_command, read_allocation
 from trainer.config import UserError
 
 SLOTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1]}
@@ -74,8 +74,8 @@ def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> No
     [
         ({"include": "a", "exclude": "b"}, "--include with --exclude"),
         ({"include": "d"}, "--include d: d must be one of a, b, c"),
-        ({"include": "a:7"}, "a has no slot 7"),
-        ({"include": "a:x"}, "a has no slot x"),
+        ({"include": "a:7"}, "a has no slot '7'"),
+        ({"include": "a:x"}, "a has no slot 'x'"),
         ({"include": ""}, "an empty name"),
         ({"exclude": "a@b@c"}, "leaves no GPU"),
         ({"num_nodes": 4}, "--num-nodes 4: must be 1 to 3, the number of hosts"),
@@ -94,7 +94,7 @@ def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(
 ) -> None:
     (tmp_path / "pdsh").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    command = hostfile_command(
+    command = build_hostfile_command(
         ["c.yaml"], hostfile=Path("h"), slots={"a": [0, 2]}, address="a", port=1234, environment_file=Path("/e")
     )
     assert command.ranks == 2 and command.set_variables["DS_ENV_FILE"] == "/e"
@@ -104,13 +104,15 @@ def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(
     )  # fmt: skip
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="pdsh is not installed"):
-        hostfile_command([], hostfile=Path("h"), slots={"a": [0]}, address="a", port=1, environment_file=Path("/e"))
+        build_hostfile_command(
+            [], hostfile=Path("h"), slots={"a": [0]}, address="a", port=1, environment_file=Path("/e")
+        )
 
 
 def test_secrets_do_not_travel_on_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"HF_HOME": "/shared", "HF_TOKEN": "hf_x", "WANDB_API_KEY": "k", "NCCL_DEBUG": "WARN", "SHELL": "/bin/sh"}
     env |= {"CUDA_VISIBLE_DEVICES": "0", "HF_SECRET": "s", "NCCL_PASSWORD": "p"}
-    assert exported_variables(env) == {"HF_HOME": "/shared", "NCCL_DEBUG": "WARN", "PYTHONSAFEPATH": "1"}
+    assert select_exported_variables(env) == {"HF_HOME": "/shared", "NCCL_DEBUG": "WARN", "PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(tmp_path / ".deepspeed_env", "OWN=1\n")
@@ -123,7 +125,7 @@ def test_secrets_do_not_travel_on_command_lines(tmp_path: Path, monkeypatch: pyt
 def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    command = srun_command(["c.yaml"], Allocation(40_123, ("n3", "n4"), 8))
+    command = build_srun_command(["c.yaml"], Allocation(40_123, ("n3", "n4"), 8))
     assert command.ranks == 16
     for word in ("--ntasks=16", "--ntasks-per-node=8", "--nodelist=n3,n4", "--cpus-per-task=12", "--world-size=16"):
         assert word in command.argv
@@ -134,7 +136,7 @@ def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("nodes", [{}, {"SLURM_JOB_NODELIST": ""}, {"SLURM_JOB_ID": "x", "SLURM_JOB_NODELIST": "n1"}])
 def test_half_the_environment_of_a_job_is_refused(nodes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    with pytest.raises(UserError, match=r"--launcher slurm: SLURM_JOB_ID=.* is not the environment of a job"):
+    with pytest.raises(UserError, match=r"--launcher slurm: SLURM_JOB_ID=.* not valid for a SLURM job"):
         read_allocation({"SLURM_JOB_ID": "7"} | nodes)
 
 
@@ -145,10 +147,10 @@ def test_outside_of_an_allocation_slurm_is_refused() -> None:
 
 def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="ranks on a use its first GPUs"):
-        mpirun_command([], {"a": [2, 3]})
+        build_mpirun_command([], {"a": [2, 3]})
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="mpirun is not installed"):
-        mpirun_command([], {"a": [0, 1]})
+        build_mpirun_command([], {"a": [0, 1]})
 
 
 @pytest.mark.parametrize(
@@ -158,10 +160,10 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (Request("hostfile"), "--launcher hostfile: needs --hostfile FILE"),
         (Request("slurm", Path("h")), "--launcher slurm takes none"),
         (Request("local", Path("h")), "--launcher local takes none"),
-        (Request("local", num_nodes=2), "--num-nodes 2: this is one machine"),
+        (Request("local", num_nodes=2), "--num-nodes 2: a local run"),
         (Request("local", include="a:0"), "--include a:0: needs --hostfile"),
         (Request("local", exclude="a:0"), "--exclude a:0: needs --hostfile"),
-        (Request("local", master_addr="10.0.0.1"), "--master-addr 10.0.0.1: this is one machine"),
+        (Request("local", master_addr="10.0.0.1"), "--master-addr 10.0.0.1: a local run"),
         (Request("local", master_port=70_000), "--master-port 70000"),
         (Request("hostfile", Path("h"), master_addr="-x y"), "--master-addr -x y: must be a host name"),
     ],

@@ -86,7 +86,8 @@ INFO = {
         "columns": {"messages": "turns", "tools": "tools"},
         "tags": {"role_tag": "role", "content_tag": "text", "user_tag": "user", "assistant_tag": "robot"},
     },
-    "pictures": {"file_name": "p.json", "columns": {"images": "images"}},
+    "pictures": {"file_name": "p.json", "formatting": "sharegpt", "columns": {"images": "photos"}},
+    "speeches": {"file_name": "s.json", "columns": {"audios": "audios"}},
     "choices": {"file_name": "c.json", "ranking": True},
 }
 
@@ -246,11 +247,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: grpo\n", "theirs.yml:40: rl=grpo: online methods and process reward models are not supported"),
-        (
-            "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
-            "theirs.yml:40: processor_type=AutoProcessor: ",
-        ),
+        ("rl: grpo\n", "theirs.yml:40: rl=grpo: only the losses"),
         ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not supported"),
     ],
 )
@@ -305,15 +302,45 @@ def test_llama_factorys_other_kinds() -> None:
     whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
     assert whole.adapter == "none"
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
-    assert "pictures: data with images" in refused(FACTORY.replace("pairs, talks", "pictures"))
+    assert "speeches: data with video or audio" in refused(FACTORY.replace("pairs, talks", "speeches"))
     assert "stage=ppo: must be sft, pt" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
-    assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
+    assert "nobody is missing" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
+
+
+def test_images_are_imported_for_models_that_read_them() -> None:
+    switches = "processor_type: AutoProcessor\nskip_prepare_dataset: true\nremove_unused_columns: false\n"
+    config, text = imported(AXOLOTL.replace("org/small-llama", "org/Qwen2.5-VL-7B") + switches)
+    assert config.dataset.format == "messages" and config.vision.train == "none"
+    assert "only answers are trained on" in " ".join(text.split())
+    for unread in ("org/GLM-4.6V-Flash", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
+        assert f"theirs.yml:1: base_model={unread}: is not trained on images" in refused(
+            AXOLOTL.replace("org/small-llama", unread) + switches
+        )
+    assert "datasets" in refused(AXOLOTL.replace("org/tales", "org/text-audio") + switches)
+
+    pictures = FACTORY.replace("pairs, talks", "pictures")
+    config, _ = imported(pictures.replace("org/small", "org/Qwen3-VL-4B"))
+    assert (config.dataset.fields, config.dataset.max_pixels) == ({"images": "photos"}, 768 * 768)
+    sizes = "image_max_pixels: 9000\nimage_min_pixels: 800\nfreeze_vision_tower: false\n"
+    config, _ = imported(pictures.replace("org/small", "org/Qwen3-VL-4B") + sizes)
+    assert (config.dataset.min_pixels, config.dataset.max_pixels, config.vision.train) == (800, 9000, "lora")
+    config, _ = imported(pictures.replace("org/small", "org/gemma-3-4b"))
+    assert config.dataset.max_pixels is None
+    assert "model_name_or_path=org/MOSS-VL: is not trained on images" in refused(
+        pictures.replace("org/small", "org/MOSS-VL")
+    )
+
+
+def test_axolotls_batch_size_becomes_accumulation() -> None:
+    whole = AXOLOTL.replace("gradient_accumulation_steps: 3", "batch_size: 20")
+    assert imported(whole)[0].training.gradient_accumulation_steps == 4
+    assert "batch_size=20: gradient_accumulation_steps is set as well" in refused(AXOLOTL + "batch_size: 20\n")
 
 
 def test_llama_factorys_second_layout_is_refused() -> None:
     text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
-    assert "the layout of USE_V1 is not supported" in refused(text)
+    assert "the layout of USE_V1=1 is not supported" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:
@@ -338,7 +365,7 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
     assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
-    with pytest.raises(UserError, match=r"grpo\.py: online methods"):
+    with pytest.raises(UserError, match=r"grpo\.py: .*online methods"):
         translate_arguments("python grpo.py --model_name_or_path m --dataset_name d".split())
 
 
@@ -364,7 +391,7 @@ def test_kto_says_the_same_here() -> None:
     assert config.dataset.format == "unpaired"
     assert config.dataset.fields == {"conversations": "talk", "role": "who", "content": "says", "label": "good"}
     assert "answers: is preference data; use stage: kto" in refused(FACTORY.replace("pairs, talks", "answers"))
-    assert "pairs: has no labels (kto_tag)" in refused(factory)
+    assert "pairs: has no labels" in refused(factory)
     words = "trl kto --model_name_or_path m --dataset_name d --use_peft --undesirable_weight 0.5 --max_length 512"
     config, text = written(words.split())
     assert (dict(config.preference.loss), config.preference.undesirable_weight) == ({"kto": 1.0}, 0.5)
@@ -408,7 +435,7 @@ def test_preference_training_says_the_same_here() -> None:
     config, _ = written([*words.replace("robust", "sigmoid").split(), "--rpo_alpha", "0.7"])
     assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
     for wrong, message in (
-        ("aot", "loss_type=aot: aot: online"),
+        ("aot", "loss_type=aot: aot: only the losses"),
         ("ipo --loss_weights 1 2", "one number for each loss"),
     ):
         with pytest.raises(UserError, match=message):
@@ -423,7 +450,7 @@ def test_reward_models_are_imported() -> None:
     assert config.dataset.fields == {"instruction": "input"}
     assert "counts both answers of a pair" in " ".join(text.split())
     assert "num_labels=2: a reward model has one output" in refused(theirs.replace("num_labels: 1", "num_labels: 2"))
-    assert "process_reward_model=true: online methods and process" in refused(theirs + "process_reward_model: true\n")
+    assert "process_reward_model=true: only the losses" in refused(theirs + "process_reward_model: true\n")
     words = "trl reward --model_name_or_path m --dataset_name d --use_peft --lora_task_type SEQ_CLS --max_length 512"
     config, _ = written([*words.split(), "--center_rewards_coefficient", "0.02"])
     assert (config.task, config.reward.center, config.dataset.max_length) == ("reward", 0.02, 1024)

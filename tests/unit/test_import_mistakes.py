@@ -90,6 +90,9 @@ WRONG = [
     ("save_steps: .nan", "save_steps=nan: must be"),
     ("seed: 1.5", "seed=1.5: must be a whole number"),
     ("optimizer: 3", "optimizer=3: must be text"),
+    ("deepspeed: true", "deepspeed=true: must be text or a map"),
+    ("deepspeed: 3", "deepspeed=3: must be text or a map"),
+    ("output_dir: true", "output_dir=true: must be text, not true"),
     ("datasets: [{path: a, type: x}, {path: b, type: alpaca}]", "datasets.0.type=x: this prompt format is"),
     # What only our own checks find
     ("max_grad_norm: -1", "max_grad_norm=-1: must be 0 or more"),
@@ -133,6 +136,7 @@ def test_files_that_a_file_names_are_checked_as_well() -> None:
         ({"talks": 5}, "talks=5: must be a map"),
         ({"talks": TALKS | {"columns": {"messages": [1]}}}, "talks.columns.messages=[1]: must be text"),
         ({"talks": TALKS | {"num_samples": "few"}}, "talks.num_samples=few: must be a whole number"),
+        ({"talks": TALKS | {"num_samples": -3}}, "talks: num_samples=-3 must be 1 or more"),
     ):
         Path("data/dataset_info.json").write_text(json.dumps(content))
         assert mistakes(FACTORY)[0].startswith("x.yml:6: dataset=talks: ") and expected in mistakes(FACTORY)[0]
@@ -275,7 +279,7 @@ def test_losses_of_tokens_are_taken_over() -> None:
     assert (config.training.loss, config.training.label_smoothing) == ("label_smoothing", 0.05)
     config, text = imported(AXOLOTL + "use_eaft: true\neaft_alpha: 2\neaft_k: 40\n")
     assert (config.training.loss, config.training.eaft_alpha) == ("eaft", 2.0)
-    assert "divided by 3" in text and "eaft_k: 40: the entropy is that of the 20" in " ".join(text.split())
+    assert "divided by 3" in text and "eaft_k: 40: the entropy is computed from the 20" in " ".join(text.split())
     config, _ = written([*TRL, "--loss_type", "dft", "--neftune_noise_alpha", "5"])
     assert (config.training.loss, config.training.neftune_noise_alpha) == ("dft", 5.0)
     config, _ = written([*TRL, "--loss_type", "chunked_nll", "--label_smoothing_factor", "0"])

@@ -101,8 +101,8 @@ def test_kept_attention_is_estimated_where_it_is_kept() -> None:
     settings = {"base_model": "unset", "output_dir": "unset", "dataset": data, "training": training}
     config = RunConfig.model_validate(settings)
     kept = apply_changes(config, {"training.recompute_attention": False})
-    assert llama.decisions(config).attention_again.value is True
-    assert llama.decisions(kept).attention_again.value is False
+    assert llama.build_decisions(config).attention_again.value is True
+    assert llama.build_decisions(kept).attention_again.value is False
     assert llama.estimate(kept).host - llama.estimate(config).host == 2 * (llama.lengths.longest * (512 + 16))
 
 

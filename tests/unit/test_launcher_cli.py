@@ -105,13 +105,13 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["train", "c.yaml", "--num-gpus", "0", "--dry-run"], "error: --num-gpus 0: must be 1 or more"),
         (["train", "c.yaml", "lora.rnak=8"], "error: lora.rnak: unknown setting; did you mean lora.r"),
         (["config"], "error: zerolora config: no file"),
-        (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? `zerolora --help` says how"),
+        (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? See `zerolora --help`"),
         (["train", "c.yaml", "--num-gpu", "2"], "error: No such option: --num-gpu"),
         (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=VALUE"),
         (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=VALUE; `"),
         (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
         (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and each CPU rank needs "),
-        (["train"], "error: Missing argument 'CONFIG'. `zerolora train --help` says how"),
+        (["train"], "error: Missing argument 'CONFIG'. See `zerolora train --help`"),
     ],
 )
 def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: str) -> None:

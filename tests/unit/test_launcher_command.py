@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import Request, plan
-from launcher.targets.local import local_command
+from launcher.targets.local import build_local_command
 from trainer.config import UserError
 from trainer.contract import default_ranks
 from trainer.contract.default_ranks import select_gpus, visible_gpus
@@ -22,7 +22,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-4c1e0000)
 
 
 def test_every_rank_gets_the_variables_of_deepspeeds_launcher() -> None:
-    command = local_command(["c.yaml", "seed=1"], gpus=[2, 3, 5], num_gpus=2, port=29123)
+    command = build_local_command(["c.yaml", "seed=1"], gpus=[2, 3, 5], num_gpus=2, port=29123)
     assert command.argv == (sys.executable, "-u", "-m", "trainer.train", "c.yaml", "seed=1")
     assert Path(command.manual_argv[0]).name == "deepspeed"
     assert command.manual_argv[1:] == (
@@ -39,19 +39,19 @@ def test_every_rank_gets_the_variables_of_deepspeeds_launcher() -> None:
 
 def test_without_gpus_two_cpu_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
-    command = local_command(["c.yaml"], gpus=[], num_gpus=None, port=1)
+    command = build_local_command(["c.yaml"], gpus=[], num_gpus=None, port=1)
     assert "--num_gpus=2" in command.manual_argv and command.ranks == len(command.rank_environments) == 2
     assert command.set_variables["DS_ACCELERATOR"] == "cpu"
-    assert local_command(["c.yaml"], gpus=[], num_gpus=3, port=1).ranks == 3
+    assert build_local_command(["c.yaml"], gpus=[], num_gpus=3, port=1).ranks == 3
     with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and each CPU rank needs one of the 4 cores"):
-        local_command(["c.yaml"], gpus=[], num_gpus=5, port=1)
+        build_local_command(["c.yaml"], gpus=[], num_gpus=5, port=1)
 
 
 def test_the_environment_of_an_outer_job_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = local_command(["a b.yaml"], gpus=[], num_gpus=2, port=1)
+    command = build_local_command(["a b.yaml"], gpus=[], num_gpus=2, port=1)
     environment = command.environment()
     assert "RANK" not in environment and "CUDA_VISIBLE_DEVICES" not in environment
     assert environment["PATH"] == os.environ["PATH"]
@@ -62,7 +62,7 @@ def test_the_environment_of_an_outer_job_does_not_leak(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("gpus", "wanted"), [([0, 1], 3), ([0], 0), ([], -1)])
 def test_more_gpus_than_available_are_refused(gpus: list[int], wanted: int) -> None:
     with pytest.raises(UserError, match=rf"--num-gpus {wanted}: "):
-        local_command(["c.yaml"], gpus=gpus, num_gpus=wanted, port=1)
+        build_local_command(["c.yaml"], gpus=gpus, num_gpus=wanted, port=1)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from launcher.supervision.failure_report import (
     Failure,
     decode_exit_code,
     describe_status,
-    last_traceback,
-    log_sizes,
+    find_last_traceback,
+    read_log_sizes,
 )
 from trainer.checkpoint.background import SaveFailed
 from trainer.config import UserError
@@ -41,7 +41,7 @@ PEER = 'Traceback (most recent call last):\n  File "c.py", line 9, in g\nRuntime
 
 
 def test_the_last_traceback_is_taken_without_rank_marks() -> None:
-    assert last_traceback(CHAINED) == [
+    assert find_last_traceback(CHAINED) == [
         "Traceback (most recent call last):",
         '  File "b.py", line 2, in h',
         '    raise RuntimeError("first line\\nsecond line")',
@@ -52,7 +52,7 @@ def test_the_last_traceback_is_taken_without_rank_marks() -> None:
 
 def test_a_deep_traceback_keeps_its_innermost_frames() -> None:
     frames = "".join(f'  File "deep.py", line {n}, in f\n    f({n})\n' for n in range(40))
-    lines = last_traceback(f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")
+    lines = find_last_traceback(f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")
     assert len(lines) <= 14
     assert lines[1] == "  ..." and lines[-2:] == ["    f(39)", "RecursionError: too deep"]
 
@@ -201,7 +201,7 @@ def test_a_program_without_user_errors_is_reported_as_any_other(
 
 def test_output_of_an_earlier_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(OWN)
-    sizes = log_sizes(tmp_path)
+    sizes = read_log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write(PEER)
     Failure(tmp_path, sizes, {0: Death(1.0)}, 1).report()

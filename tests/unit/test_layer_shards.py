@@ -159,7 +159,7 @@ def test_what_is_not_gathered_has_no_memory(folder: Path) -> None:
     weight, expected = model.get_parameter(name), whole.get_parameter(name)
     assert weight.shape == expected.shape
     assert weight.untyped_storage().nbytes() == 0
-    with model.layer_shards.gathered([model.get_submodule(name.rpartition(".")[0])]):
+    with model.layer_shards.gather([model.get_submodule(name.rpartition(".")[0])]):
         assert torch.equal(weight, expected)
     assert weight.untyped_storage().nbytes() == 0
 

@@ -61,7 +61,7 @@ def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
         llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_room=room)
     )  # fmt: skip
     config = apply_changes(config, {"dataset.max_length": bounded})
-    work = of_length.build_work(config, of_length.decisions(config))
+    work = of_length.build_work(config, of_length.build_decisions(config))
     one = 512 * bounded
     none, some, every = (of_length.estimate_activations(replace(work, host_room=host)) for host in (0, room, None))
     assert (none.on_host, some.on_host, every.on_host) == (0, room // one * one, 8 * one)

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
-from trainer.patches.deepspeed_workarounds import delay_loss_scale, loss_scaler
+from trainer.patches.deepspeed_workarounds import delay_loss_scale, get_loss_scaler
 
 GRADIENT = torch.tensor([0.3, -0.4])
 
@@ -51,9 +51,9 @@ def test_an_overflow_lowers_the_scale_and_changes_no_weight() -> None:
     weight.grad = torch.tensor([torch.inf, 0.0], dtype=torch.float16)
     optimizer.step()
     assert optimizer.overflow and not weight.any()
-    assert loss_scaler(optimizer).cur_scale == optimizer.loss_scale == 512.0
-    assert loss_scaler(optimizer).last_overflow_iter == 0
-    assert loss_scaler(optimizer).cur_iter == 1
+    assert get_loss_scaler(optimizer).cur_scale == optimizer.loss_scale == 512.0
+    assert get_loss_scaler(optimizer).last_overflow_iter == 0
+    assert get_loss_scaler(optimizer).cur_iter == 1
 
 
 def gradients(accumulation: int = 1) -> tuple[dict[str, torch.Tensor], float]:

@@ -57,7 +57,7 @@ def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work,
     planner = Planner(
         shapes_of(name), Lengths.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
     )
-    decided = planner.decisions(config)
+    decided = planner.build_decisions(config)
     work = planner.build_work(config, decided)
     return decided, work, planner.estimate_activations(work)
 

@@ -24,7 +24,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import observe_layers
 from trainer.memory.oom_recovery import OutOfMemory, Recovery
-from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, gib
+from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, format_gib
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
@@ -75,23 +75,23 @@ def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None
     needs = [planner.estimate(apply_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
     assert needs == sorted(needs, reverse=True)
     for stage, need in enumerate(needs):
-        assert planner.lowest_stage(config, need) == needs.index(need)
-        assert planner.lowest_stage(config, need - 1) == (None if stage == 3 else stage + 1)
+        assert planner.find_lowest_stage(config, need) == needs.index(need)
+        assert planner.find_lowest_stage(config, need - 1) == (None if stage == 3 else stage + 1)
 
 
 def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunConfig) -> None:
     memory = 80 * GIB
-    batch = planner.largest_batch(config, memory)
+    batch = planner.find_largest_batch(config, memory)
     found = [planner.estimate(apply_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
     sizes = [each.needed + int(each.peak * SPARE) for each in found]
     assert sizes[0] <= memory < sizes[1]
-    assert planner.largest_batch(config, GIB) == 0
+    assert planner.find_largest_batch(config, GIB) == 0
 
 
 def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner, config: RunConfig) -> None:
     memory = planner.estimate(config).needed  # fits without the reserve that is kept for larger batches
     found, _ = build_report(planner, config, memory, [])
-    assert planner.largest_batch(config, memory) < config.training.batch_size
+    assert planner.find_largest_batch(config, memory) < config.training.batch_size
     assert found["fits"] and found["largest_batch_size"] == config.training.batch_size
     if found["recommended"]["zero.stage"] == config.zero.stage:
         assert found["recommended"]["training.batch_size"] == config.training.batch_size
@@ -100,16 +100,16 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
 def test_memory_independent_of_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
     """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
     changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
-    work = planner.build_work(changed, planner.decisions(changed))
-    assert planner._layers(work.kernels, 8)[0].peak == pytest.approx(
+    work = planner.build_work(changed, planner.build_decisions(changed))
+    assert planner._estimate_layers(work.kernels, 8)[0].peak == pytest.approx(
         observe_layers(planner.shapes, work.kernels, 8)[0].peak, rel=0.001
     )
 
 
 def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
     memory = planner.estimate(apply_changes(config, {"training.batch_size": 1})).needed
-    assert planner.largest_batch(config, memory) == 1
-    assert planner.largest_batch(config, memory - 1) == 0
+    assert planner.find_largest_batch(config, memory) == 1
+    assert planner.find_largest_batch(config, memory - 1) == 0
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -136,15 +136,15 @@ def test_ranks_that_share_a_sequence_keep_a_fraction_of_it(planner: Planner, con
     assert four["activations"] == pytest.approx(one["activations"] / 4, rel=0.01)
     assert four["base model"] == one["base model"] and four["optimizer"] == one["optimizer"]
     together = apply_changes(shared, {"training.global_batch_size": 6})
-    assert planner.largest_useful_batch(together) == 6, "4 ranks read as one"
+    assert planner.find_largest_useful_batch(together) == 6, "4 ranks read as one"
 
 
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
-    assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
-    assert few.largest_useful_batch(config) == 3
+    assert few.find_largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
+    assert few.find_largest_useful_batch(config) == 3
     together = apply_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
-    assert few.largest_useful_batch(together) == 8
+    assert few.find_largest_useful_batch(together) == 8
     assert few.resolve(apply_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
 
 
@@ -154,7 +154,7 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
         resolved = planner.resolve(is_open, memory)
         assert resolved.zero.stage == stage
         assert planner.estimate(resolved).needed <= memory
-        assert resolved.training.batch_size == planner.largest_batch(resolved, memory) >= 1
+        assert resolved.training.batch_size == planner.find_largest_batch(resolved, memory) >= 1
 
 
 def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
@@ -276,7 +276,7 @@ def test_a_smaller_micro_batch_keeps_the_global_batch(
 
 
 def test_sizes_as_people_read_them() -> None:
-    assert [gib(size) for size in (GIB // 16, GIB // 2, 3 * GIB, 40 * GIB)] == [
+    assert [format_gib(size) for size in (GIB // 16, GIB // 2, 3 * GIB, 40 * GIB)] == [
         "64.0 MiB", "0.50 GiB", "3.00 GiB", "40.0 GiB",
     ]  # fmt: skip
 

@@ -72,7 +72,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
     decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
-    model, lines = Builder(config, decided, task, ranks, CPU, "fp32").model()
+    model, lines = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
     token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
     task.flat_packs = config.dataset.packing and separate_documents(token_loss, model, pad, CPU)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_b
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
+from trainer.commands.inspect import main as inspect
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
@@ -153,9 +155,9 @@ def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -
 def test_values_for_other_programs_are_checked(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\noutput_dir: run\ndataset: {path: d}\n")
     (tmp_path / "hosts").write_text("-oProxyCommand=x slots=1\n")
-    assert "line 1 is '-oProxyCommand=x slots=1'; it must read" in refuse("train", "c.yaml", "--hostfile", "hosts")
+    assert "line 1 is '-oProxyCommand=x slots=1'; it must look like" in refuse("train", "c.yaml", "--hostfile", "hosts")
     for limit in ("0", "x"):
-        assert "must read 0-7" in refuse("submit", "c.yaml", "--array", f"0-3%{limit}", "--dry-run")
+        assert "must be task numbers" in refuse("submit", "c.yaml", "--array", f"0-3%{limit}", "--dry-run")
     assert "--output x/y.yaml: its folder does not exist" in refuse("init", "--gpus", "1", "--output", "x/y.yaml")
 
 
@@ -171,7 +173,7 @@ def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
             "trl nosuch --model_name_or_path m --dataset_name d",
             "trl nosuch: not a command of TRL; use trl sft, dpo, kto",
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16: bf16 is set as well; remove"),
+        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16: bf16 is also set; remove"),
     ],
 )
 def test_values_that_would_be_dropped_are_checked(words: str, line: str) -> None:
@@ -246,7 +248,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
-    work = planner.build_work(config, planner.decisions(config))
+    work = planner.build_work(config, planner.build_decisions(config))
     lengths = []
 
     def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
@@ -369,6 +371,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
     ("name", "content", "more", "line"),
     [
         ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
+        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is text, not a record with role and content"),
         ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
@@ -749,7 +752,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("streaming: true\n", "streaming=true: the length of a streamed dataset is unknown"),
         ("pretraining_dataset: [{path: d, type: completion}]\n", "pretraining_dataset: the length of a stream is"),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
-        ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is set as well; remove one"),
+        ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is also set; remove one"),
         ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
         ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
         ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
@@ -758,7 +761,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("trl sft --model_name_or_path m --dataset_name d --dtype int8", "--dtype=int8: must be auto, bfloat16"),
         ("rl: dpo\nrpo_alpha: -1\n", "rpo_alpha=-1: must be 0 or more"),
         ("test_datasets: [{path: e, type: alpaca}]\nval_set_size: 0.1\n", "val_set_size=0.1: test_datasets is given"),
-        ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is set as well; remove one of them"),
+        ("saves_per_epoch: 2\nsave_steps: 9\n", "saves_per_epoch=2: save_steps is also set; remove one of them"),
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (
             "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
@@ -787,7 +790,7 @@ def test_values_that_another_trainer_refuses_are_refused(text: str, line: str, t
 
 
 def test_an_option_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^--from: is no option of zerolora import; pass a.yaml alone$"):
+    with pytest.raises(UserError, match=r"^--from: not an option of zerolora import; pass only a.yaml$"):
         translate_arguments(["a.yaml", "--from", "axolotl"])
     with pytest.raises(UserError, match=r"^--lr_scheduler_kwargs.num_cycles=0: must be 1 or more$"):
         words = "--model_name_or_path m --dataset_name d --lr_scheduler_type cosine_with_restarts".split()
@@ -867,3 +870,41 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     find_run(run, allow_mismatch=True)
     line = "run.json, which records the base and the settings of the run, is missing or incomplete"
     assert capsys.readouterr().err == f"note: {run}: {line}; allowed by --allow-mismatch\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, ""),
+        ({"r": 8}, "does not fit this model: size mismatch for .*q_proj.lora_A"),
+        ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer, first .*k_proj"),
+        ({"use_dora": True}, r"14 tensors of the adapted model are not in the file"),
+        ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),
+        ({"lora_alpha": 0}, "lora_alpha: must be above 0"),
+    ],
+)
+def test_an_initial_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path, lora={"target_modules": ["all-linear"]})
+    settings = run_dir / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"exclude_modules": "lm_head"} | changes))
+    ground = make_ground(tmp_path)
+    with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
+        words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_standard_input_without_a_prompt_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n \n"))
+    assert generate.main([str(run_dir)]) == 2
+    assert "PROMPT: missing" in capsys.readouterr().err
+
+
+def test_options_of_which_one_has_no_effect_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        inspect([str(make_ground(tmp_path) / "base.yaml"), "--step", "1", "--examples", "2"])
+    assert "--examples: not allowed with argument --step" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import pytest
 from launcher import rank_slots
 from launcher.plan import Request, plan
 from launcher.rank_slots import RankSlots, find_largest_divisor
-from launcher.targets.local import local_command
-from launcher.targets.slurm import Allocation, srun_command
+from launcher.targets.local import build_local_command
+from launcher.targets.slurm import Allocation, build_srun_command
 from trainer.config import UserError
 
 NONE: frozenset[int] = frozenset()
@@ -33,7 +33,7 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
 def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots, list[str]]:
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
-    build = partial(srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
+    build = partial(build_srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
     monkeypatch.setattr(rank_slots, "find_lost_nodes", lambda allocation: list(lost))
     return RankSlots(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
@@ -127,7 +127,7 @@ def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, 
 
 def test_ranks_of_this_machine(tmp_path: Path) -> None:
     request = Request(launcher="local", num_gpus=2)
-    places = RankSlots(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
+    places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[], num_gpus=2, port=1))
     assert places.find_failure_domain(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
     assert again.slots == (0,) and again.available == 1 and again.plan[0]([]).ranks == 1
@@ -142,7 +142,7 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
     monkeypatch.setattr(rank_slots, "installed_gpus", lambda: list(there))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     request = Request(launcher="local")
-    places = RankSlots(request, tmp_path, partial(local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
+    places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
     assert places.find_failure_domain(2) == ("GPU 5", {2})
     there.remove("GPU-2")
     again = places.plan_restart(frozenset({2}), None)

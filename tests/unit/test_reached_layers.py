@@ -12,9 +12,10 @@ from tests.runs_in_process import make_ground, train
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_base_model
+from trainer.model.expert_targets import find_expert_targets
 from trainer.model.reached_layers import find_reached
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config
 
 NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "route tokens"
 LEFT_OUT: dict[str, list[tuple[str, str]]] = {
@@ -58,7 +59,7 @@ def test_what_cannot_learn_is_left_out_and_listed(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["afmoe", "jetmoe"])
 def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, quant_type: Any, tmp_path: Path) -> None:
     expected = list(find_layers_to_adapt(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2)))
-    settings = deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=3), "fp32", on_gpu=False)
+    settings = build_deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=3), "fp32", on_gpu=False)
     with one_rank(tmp_path):
         model = load_base_model(
             str(save_family(tmp_path / "model", kind)), ModelSection(), dtype=torch.float32, device=torch.device("cpu"),
@@ -139,3 +140,9 @@ def test_rwkv_is_not_rescaled_to_evaluate(tmp_path: Path) -> None:
 
 def test_a_model_without_a_limit_has_no_longest_sequence() -> None:
     assert context_length(tiny_config("xlnet")) is None and context_length(tiny_config("llama")) == 256
+
+
+def test_experts_that_text_never_reaches_get_no_adapter() -> None:
+    """Ernie 4.5 VL has experts for images alone, which get no gradient in training on text."""
+    targets = find_expert_targets(tiny_family("ernie4_5_vl_moe"), LoraSection(r=2))
+    assert targets and not [path for path in targets if "vision_moe" in path]

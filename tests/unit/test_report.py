@@ -17,6 +17,7 @@ from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import build_charts, render_chart
 from trainer.monitor.report.curves import extract_series, running_mean
+from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
@@ -444,6 +445,33 @@ def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -
     assert found["Loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
     assert build_charts(records)[0].unit == "per answer", "of labeled answers"
+
+
+def test_scores_are_drawn_on_the_page_and_in_the_card(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval/loss" in line]
+    for line, score in zip(evaluations, (0.25, 0.5, 0.75), strict=True):
+        line |= {"eval/quiz/acc": score, "eval/roll/perplexity": 100 * score}
+    evaluations[0] |= {"base/quiz/acc": 0.25, "base/roll/perplexity": 30.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = read_metrics(tmp_path)
+    found = {chart.title: chart for chart in build_charts(records)}
+    base, adapter, dots = found["quiz/acc"].curves
+    assert (base.label, adapter.label) == ("base, 0.25", "adapter, 0.75")
+    assert base.line.values.tolist() == [0.25] * 3 and adapter.line.steps.tolist() == [1, 40, 80]
+    assert dots.line.values.tolist() == [0.25, 0.5, 0.75] and found["roll/perplexity"].leading
+
+    page = write_report(tmp_path).read_text()
+    assert page.index("quiz/acc") < page.index("Learning rate"), "before the charts of details"
+    assert rows_of(page)["quiz/acc"] == "before 0.2500, after 0.7500"
+    settings = json.loads((tmp_path / "training_config.json").read_text())
+    card = model_card(
+        settings, tmp_path, records, name="me/mine", auto_class="AutoModelForCausalLM", pipeline_tag="text-generation"
+    )
+    bars = card[card.index("```text") :].splitlines()
+    assert [line.count("█") for line in bars[2:4]] == [10, 30] and bars[1] == "quiz/acc"
+    assert bars[4] == "```", "a perplexity has no bar"
 
 
 def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def laws(draw: st.DrawFn) -> scu.Law:
 
 def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[bool, scu.State]:
     """Run the law on S / (1 - S) = odds / lambda^2, with slope 2 S (1 - S): do the last errors stay `within`?"""
-    state, errors = scu.initial(law), []
+    state, errors = scu.build_initial_state(law), []
     for _ in range(3000):
         state = scu.advance(law, state, 1.0 / (1.0 + state.lambda_**2 / odds))
         assert state.error is not None
@@ -51,7 +51,7 @@ def odds_for(target: float, lambda_: float) -> float:
 
 @given(laws(), st.lists(ratios, min_size=1, max_size=60))
 def test_lambda_and_integral_stay_in_their_bounds(law: scu.Law, measured: list[float]) -> None:
-    state = scu.initial(law)
+    state = scu.build_initial_state(law)
     for ratio in measured:
         state = scu.advance(law, state, ratio)
         assert law.lambda_min <= state.lambda_ <= law.lambda_max
@@ -63,7 +63,7 @@ def test_lambda_and_integral_stay_in_their_bounds(law: scu.Law, measured: list[f
 @given(laws(), ratios)
 def test_sign_too_much_parameter_information_raises_lambda(law: scu.Law, ratio: float) -> None:
     assume(law.kp > 0.01 and abs(ratio - law.target) > law.deadband + 1e-3)
-    state = scu.advance(law, scu.initial(law), ratio)
+    state = scu.advance(law, scu.build_initial_state(law), ratio)
     assert (state.lambda_ > law.lambda_start) == (ratio > law.target)
     assert (state.lambda_ < law.lambda_start) == (ratio < law.target)
 
@@ -71,7 +71,7 @@ def test_sign_too_much_parameter_information_raises_lambda(law: scu.Law, ratio: 
 @given(laws(), ratios, ratios)
 def test_more_information_never_gives_a_smaller_lambda(law: scu.Law, one: float, other: float) -> None:
     low, high = sorted((one, other))
-    start = scu.initial(law)
+    start = scu.build_initial_state(law)
     assert scu.advance(law, start, low).lambda_ <= scu.advance(law, start, high).lambda_
 
 
@@ -79,7 +79,7 @@ def test_more_information_never_gives_a_smaller_lambda(law: scu.Law, one: float,
 def test_deadband_keeps_lambda_and_leaks_the_integral(law: scu.Law, where: float, integral: float) -> None:
     ratio = law.target + 0.999 * where * law.deadband
     assume(0.0 <= ratio <= 1.0)
-    before = replace(scu.initial(law), integral=integral * law.integral_bound)
+    before = replace(scu.build_initial_state(law), integral=integral * law.integral_bound)
     after = scu.advance(law, before, ratio)
     assert after.lambda_ == before.lambda_
     assert after.integral == law.leak * before.integral
@@ -92,7 +92,7 @@ def test_anti_windup_at_a_bound_the_integral_only_leaks(law: scu.Law, top: bool,
     bound = law.lambda_max if top else law.lambda_min
     # Whatever integral pulls inwards could leave the bound, so it starts at zero or pushes outwards.
     integral = abs(start) * law.integral_bound * (1 if top else -1)
-    state = replace(scu.initial(law), lambda_=bound, integral=integral)
+    state = replace(scu.build_initial_state(law), lambda_=bound, integral=integral)
     for _ in range(updates):
         state = scu.advance(law, state, ratio)
         assert state.lambda_ == bound
@@ -101,7 +101,7 @@ def test_anti_windup_at_a_bound_the_integral_only_leaks(law: scu.Law, top: bool,
 
 def test_anti_windup_lets_lambda_return_at_once() -> None:
     law = scu.Law(target=0.1, ema=1.0)
-    state = scu.initial(law)
+    state = scu.build_initial_state(law)
     for _ in range(500):
         state = scu.advance(law, state, 0.9)
     assert state.lambda_ == law.lambda_max
@@ -112,13 +112,13 @@ def test_anti_windup_lets_lambda_return_at_once() -> None:
 
 def test_an_integral_pushing_inwards_still_grows_at_a_bound() -> None:
     law = scu.Law(target=0.1, ema=1.0)
-    state = scu.advance(law, replace(scu.initial(law), lambda_=law.lambda_max), 0.05)
+    state = scu.advance(law, replace(scu.build_initial_state(law), lambda_=law.lambda_max), 0.05)
     assert state.integral == pytest.approx(-0.15 * 0.05)
 
 
 def test_one_update_by_hand() -> None:
     law = scu.Law(target=0.02, kp=0.8, ki=0.15, deadband=0.002, ema=0.1, leak=0.995)
-    first = scu.advance(law, scu.initial(law), 0.06)
+    first = scu.advance(law, scu.build_initial_state(law), 0.06)
     assert (first.smoothed, first.error) == (0.06, pytest.approx(0.04))
     assert first.integral == pytest.approx(0.15 * 0.04)
     assert first.lambda_ == pytest.approx(math.exp(0.8 * 0.04 + 0.15 * 0.04))
@@ -147,7 +147,7 @@ def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: flo
     # No deadband here: a swing that happens to land in it would stop there.
     inside, _ = settled(law, odds_for(target, 1.001), within=1e-4 * target)
     assert inside == (not beyond)
-    assert (scu.gain_warning(law) is not None) == beyond
+    assert (scu.find_gain_warning(law) is not None) == beyond
     assert scu.is_stable(law, scu.steepest_slope(target)) == (not beyond)
 
 
@@ -164,7 +164,7 @@ def test_predicted_stability_is_that_of_the_simulated_deviation(
     # A margin on both sides: near the limit, neither growth nor decay shows in a finite time.
     assume(all(scu.is_stable(law, slope * factor) == stable for factor in (0.7, 1.4)))
     assume(scu.is_stable(replace(law, ki=0.7 * ki), slope) == stable == scu.is_stable(replace(law, ki=1.4 * ki), slope))
-    state, sizes = scu.initial(law), []
+    state, sizes = scu.build_initial_state(law), []
     for step in range(3000):
         deviation = math.log(state.lambda_) if step else 1e-6
         state = scu.advance(law, state, min(max(0.5 - slope * deviation, 0.0), 1.0))
@@ -176,8 +176,8 @@ def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> N
     published = scu.Law(target=0.03)
     calm = scu.Law(target=0.03, ki=0.01)
     slope = scu.steepest_slope(0.03)
-    warning = scu.gain_warning(published)
-    assert warning is not None and "not stable with the smoothing" in warning and scu.gain_warning(calm) is None
+    warning = scu.find_gain_warning(published)
+    assert warning is not None and "not stable with the smoothing" in warning and scu.find_gain_warning(calm) is None
     assert (scu.is_stable(published, slope), scu.is_stable(calm, slope)) == (False, True)
     assert not settled(published, odds_for(0.03, 0.3))[0]
     assert settled(calm, odds_for(0.03, 0.3))[0]
@@ -194,7 +194,7 @@ def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> N
 )
 def test_controllers_that_do_not_look(controller: scu.Controller, expected: list[float]) -> None:
     law = scu.Law(target=0.1, controller=controller, lambda_start=2.0, total_updates=4)
-    state, got = scu.initial(law), []
+    state, got = scu.build_initial_state(law), []
     assert state.lambda_ == (0.0 if controller == "none" else 2.0)
     for ratio in (0.9, 0.0, 0.5, 0.1, 1.0):
         state = scu.advance(law, state, ratio)
@@ -204,7 +204,7 @@ def test_controllers_that_do_not_look(controller: scu.Controller, expected: list
 
 @given(laws(), st.lists(ratios, min_size=2, max_size=40), st.integers(1, 39))
 def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut: int) -> None:
-    whole = resumed = scu.initial(law)
+    whole = resumed = scu.build_initial_state(law)
     for index, ratio in enumerate(measured):
         if index == cut:
             resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))
@@ -216,15 +216,15 @@ def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut
 def test_what_is_no_share_is_refused(ratio: float) -> None:
     law = scu.Law(target=0.1)
     with pytest.raises(ValueError, match="S="):
-        scu.advance(law, scu.initial(law), ratio)
+        scu.advance(law, scu.build_initial_state(law), ratio)
 
 
 def test_gain_warning_names_the_bound() -> None:
     assert scu.gain_bound(0.5) == 4.0
-    warning = scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
+    warning = scu.find_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
     assert warning is not None and "exceeds 4 " in warning
-    assert scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
-    assert scu.gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
+    assert scu.find_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
+    assert scu.find_gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
 
 
 def test_ratios_and_published_targets() -> None:
@@ -242,7 +242,7 @@ def ours(**changes: Any) -> scu.Law:
 def run_on_lagging_plant(law: scu.Law, slope: float, lambda_: float, updates: int = 1500) -> list[scu.State]:
     """L follows L(target) - slope ln(lambda / lambda_) with a lag of 20 steps, from far below the target."""
     wanted = math.log(law.target) if law.form == "kl" else math.log(law.target / (1.0 - law.target))
-    level, state, states = wanted - 6.0, scu.initial(law), []
+    level, state, states = wanted - 6.0, scu.build_initial_state(law), []
     for _ in range(updates):
         # The term is off, or weak, until the target is passed: then what is measured would rise five-hundredfold.
         far = wanted - slope * math.log(max(state.lambda_, 1e-3 * lambda_) / lambda_)
@@ -274,7 +274,7 @@ def test_kl_law_is_off_until_the_target_is_passed_and_holds_it() -> None:
 
 def test_logit_law_waits_for_the_target_where_the_published_law_runs_to_its_bound() -> None:
     law = ours(total_updates=2000)
-    held, runs = scu.initial(law), scu.initial(scu.Law(target=0.01))
+    held, runs = scu.build_initial_state(law), scu.build_initial_state(scu.Law(target=0.01))
     for _ in range(199):
         held, runs = scu.advance(law, held, 0.0), scu.advance(scu.Law(target=0.01), runs, 0.0)
     assert law.patience == 200 and held.lambda_ == 0.1 and runs.lambda_ < 1e-3
@@ -295,7 +295,7 @@ def test_a_first_lambda_that_keeps_the_target_out_of_reach_falls_after_a_while(
 
 def test_kl_waits_for_ever() -> None:
     law = ours(form="kl", target=0.05, ki=0.05)
-    state = scu.initial(law)
+    state = scu.build_initial_state(law)
     for _ in range(500):
         state = scu.advance(law, state, 0.01)
     assert state.lambda_ == 0.0 and not state.started
@@ -316,7 +316,7 @@ def test_kl_lets_go_sooner_than_it_takes_hold() -> None:
 def test_kl_recovers_from_a_useless_lambda() -> None:
     """The text is known by heart: the lambda that holds K falls by 4 % a step. K stays near its target."""
     law = ours(form="kl", target=0.05, kp=0.5, ki=0.1)
-    state, level, lowest = scu.initial(law), math.log(0.01), 0.0
+    state, level, lowest = scu.build_initial_state(law), math.log(0.01), 0.0
     for step in range(400):
         holds = 30.0 if step < 250 else 30.0 * 0.96 ** (step - 250)
         level += (math.log(0.05) - 2.0 * math.log(max(state.lambda_, 1e-3) / holds) - level) / scu.LAG_STEPS
@@ -360,7 +360,7 @@ def test_refused_gains_do_swing() -> None:
 @given(st.floats(0.0005, 0.5), st.lists(ratios, min_size=2, max_size=60), st.integers(1, 59))
 def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured: list[float], cut: int) -> None:
     law = ours(target=target)
-    whole = resumed = scu.initial(law)
+    whole = resumed = scu.build_initial_state(law)
     for index, ratio in enumerate(measured):
         if index == cut:
             resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))

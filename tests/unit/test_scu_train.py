@@ -203,7 +203,7 @@ def test_requirements_with_a_gpu(
     row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05, 9.0"
     header = "| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |"
     executable(tmp_path / "nvidia-smi", f"[ $# = 0 ] && echo '{header}' || printf '%s\\n' '{row}' '{row}'")
-    monkeypatch.setattr("launcher.doctor.this_host._torch_cuda_version", lambda: "12.8")
+    monkeypatch.setattr("launcher.doctor.this_host._read_torch_cuda_version", lambda: "12.8")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("launcher.scu_train.FREE_GIB", 0.001)
@@ -236,7 +236,7 @@ def test_missing_requirements_are_named(
     card = f"[ $# = 0 ] && echo 'CUDA Version: 12.4' || echo '{row}'"
     executable(tmp_path / "nvidia-smi", failing if missing == "driver" else card)
     cuda = None if missing == "CUDA of torch" else "13.0" if missing == "CUDA" else "12.1"
-    monkeypatch.setattr("launcher.doctor.this_host._torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr("launcher.doctor.this_host._read_torch_cuda_version", lambda: cuda)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.scu_train.FREE_GIB", 1e9 if missing == "disk" else 0.001)
     if missing in ("package", "version"):
@@ -277,7 +277,10 @@ def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
     log, link = out / "logs" / LOG, tmp_path / "logs" / LOG
     assert "step 10/10" in log.read_text() and log.read_text() in result.stdout
     assert link.is_symlink() and link.samefile(log)
-    assert f"the same as: zerolora train out/logs/scu-train.yaml dataset.cache_dir={tmp_path}/cache" in result.stdout
+    assert (
+        f"equivalent command: zerolora train out/logs/scu-train.yaml dataset.cache_dir={tmp_path}/cache"
+        in result.stdout
+    )
     steps = [record["step"] for record in json.loads((out / "scu_metrics.json").read_text())]
     assert steps == [2, 4, 6, 8, 10]
     names = {path.name for path in out.iterdir()}
@@ -390,7 +393,7 @@ def test_ranks_that_others_start_say_what_is_wrong_with_a_flag(tmp_path: Path, l
     result = run([*start_of_ranks(launcher), "--data=x.jsonl", "--batchsize=8"], tmp_path)
     assert result.returncode != 0
     shown = result.stdout + result.stderr
-    assert shown.count("error: unrecognized arguments: --batchsize=8; `zerolora scu-train --help` says how") == 1
+    assert shown.count("error: unrecognized arguments: --batchsize=8; see `zerolora scu-train --help`") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -245,6 +245,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "scu.tokens=1e300": ("scu.tokens=1e+300: must be",),
     "zero.reduce_bucket_size=1e15": ("zero.reduce_bucket_size=1000000000000000.0: must be 100000000000 or less",),
     "dataset.max_length=100000000": ("dataset.max_length=100000000: must be 16777216 or less",),
+    "output_dir=a\x1b[31mb": ("output_dir=", "has a control character ('\\x1b')"),
     f"output_dir={'x' * 300}": ("has a name of 300 bytes, but file systems allow 255",),
     f"dataset.path=a/{'é' * 200}.jsonl": ("a name of 406 bytes",),
     f"base_model={'m' * 5000}": ("a name of 5000 bytes",),

@@ -57,7 +57,7 @@ def pairs() -> list[Sample]:
 
 def losses_and_gradients(model: Any, samples: list[Sample], *, shared: bool) -> tuple[torch.Tensor, ...]:
     batch = collate(samples, 0, packed=True, flat=False, pairs=True, shared=shared)
-    found = TokenLoss(model).by_token(model, batch, CPU)[LOSS]
+    found = TokenLoss(model).measure_by_token(model, batch, CPU)[LOSS]
     weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
     (found * weights).sum().backward()

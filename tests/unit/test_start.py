@@ -28,7 +28,7 @@ import gc, sys
 import trainer.train
 from trainer.contract.rank_arguments import StartMessage
 from trainer.parallel.ranks.progress import PROGRESS
-end = PROGRESS.end_start
+end = PROGRESS.finish_startup
 def ended():
     parts = end()
     if parts is not None:
@@ -38,7 +38,7 @@ def released(channel):
     open("modules-before", "w").write("\\n".join(sys.modules))
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
     return StartMessage(["run.yaml"], "log")
-PROGRESS.end_start, StartMessage.wait = ended, released
+PROGRESS.finish_startup, StartMessage.wait = ended, released
 sys.argv[1:] = ["run.yaml", "--prestarted"]
 sys.exit(trainer.train.main())
 """
@@ -239,12 +239,12 @@ def test_the_times_of_all_phases_add_up_to_the_total(monkeypatch: pytest.MonkeyP
         with progress.phase("weights"):
             time.sleep(0.02)
     time.sleep(0.02)
-    progress.at_step(1)
+    progress.begin_step(1)
     with progress.phase("backward"):
         time.sleep(0.02)
-    parts = progress.end_start()
+    parts = progress.finish_startup()
     age = time.time() - psutil.Process(os.getpid()).create_time()
-    assert parts is not None and progress.end_start() is None
+    assert parts is not None and progress.finish_startup() is None
     assert parts["load"] >= 0.04 and parts["other"] >= 0.02 and parts["first step"] >= 0.02 and "weights" not in parts
     # The kernel tells when a process began in hundredths of a second, and when it began itself in whole ones.
     assert sum(parts.values()) == pytest.approx(age, abs=2.0)

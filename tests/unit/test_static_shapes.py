@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.head import token_loss_sum
+from ops.head import sum_token_losses
 from ops.seeds import Seeds, draw_seed
 from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
@@ -66,7 +66,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.targets), CPU)
     inputs.fill(*loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
-    with flat.reading(leaves):
+    with flat.read_from(leaves):
         found = loss.compute_from_inputs(model, *inputs.read())
         ours = torch.autograd.grad(found, leaves)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-9)
@@ -136,7 +136,7 @@ def test_rows_without_a_target_count_nothing() -> None:
     kept = torch.tensor([0, 3, 4, 8])
     some = torch.full_like(targets, IGNORED)
     some[kept] = targets[kept]
-    found, wanted = token_loss_sum(hidden, weight, some), token_loss_sum(hidden[kept], weight, targets[kept])
+    found, wanted = sum_token_losses(hidden, weight, some), sum_token_losses(hidden[kept], weight, targets[kept])
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
     (got,), (expected,) = torch.autograd.grad(found, hidden), torch.autograd.grad(wanted, hidden)
     torch.testing.assert_close(got, expected)

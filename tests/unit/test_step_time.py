@@ -14,7 +14,7 @@ from trainer.config import RunConfig, load_config
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.memory.step_time import StepTime, attention_flops, count_flops, peak_flops, predict_step
+from trainer.memory.step_time import StepTime, count_attention_flops, count_flops, find_peak_flops, predict_step
 from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 
@@ -89,8 +89,8 @@ def test_flops_are_those_of_the_recorded_mfu() -> None:
     for name, shape in {"8b-1": LLAMA, "30b-nf4-1": "random:qwen3-30b-a3b"}.items():
         result = found[name]["results"][0]
         shapes = planner(shape, 1).shapes
-        flops = count_flops(shapes, 4, 2048, 2048) + 3 * attention_flops(shapes, 4, 2048)
-        mfu = flops / (result["median_ms"] / 1e3) / peak_flops("H100")
+        flops = count_flops(shapes, 4, 2048, 2048) + 3 * count_attention_flops(shapes, 4, 2048)
+        mfu = flops / (result["median_ms"] / 1e3) / find_peak_flops("H100")
         assert mfu == pytest.approx(result["mfu"], rel=2e-3)
 
 

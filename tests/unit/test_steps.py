@@ -150,6 +150,32 @@ def test_evaluations_that_never_come_are_said() -> None:
     assert list_step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 
 
+@pytest.mark.parametrize(
+    ("setting", "period"),
+    [
+        ("training.eval_steps", {"training": {"eval_steps": 61}}),
+        ("training.save_steps", {"training": {"save_steps": 61}}),
+        ("training.logging_steps", {"training": {"logging_steps": 61}}),
+        ("training.early_stopping", {"training": {"eval_steps": 10, "early_stopping": 6}}),
+        ("image.sample_every", {"image": {"sample_every": 61}, "task": "image", "logging": {"sample_prompts": ["a"]}}),
+        ("scu.every", {"scu": {"every": 61, "enabled": True}}),
+    ],
+)
+def test_a_period_that_the_run_does_not_reach_is_warned_of(setting: str, period: dict[str, Any]) -> None:
+    def warn(steps: int, held_out: float = 0.1) -> list[str]:
+        training = {"max_steps": steps} | period.get("training", {})
+        sections = {"training": training, "dataset": {"path": "a.jsonl", "val_split": held_out}}
+        return list_step_warnings(
+            RunConfig.model_validate({"base_model": "m", "output_dir": "r"} | period | sections), 7, 1
+        )
+
+    (line,) = warn(60)
+    assert (line.startswith(f"{setting}={6 if 'early' in setting else 61}: ") and "60" in line) or "6 eval" in line
+    assert warn(70) == []
+    if setting in ("training.eval_steps", "training.early_stopping"):
+        assert warn(60, held_out=0.0) == []
+
+
 def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
     with pytest.raises(UserError, match=r"training.warmup_steps=100: .* run of 3 steps"):
         list_step_warnings(config_of(epochs=3, batch_size=8, warmup_steps=100), 7, 1)

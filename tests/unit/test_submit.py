@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from launcher.commands import app, main
 from launcher.status import describe_job, describe_run, find_run_dir
-from launcher.submit import TEMPLATE, expand_sweep, parse_time_limit, render_script, sbatch_options
+from launcher.submit import TEMPLATE, build_sbatch_options, expand_sweep, parse_time_limit, render_script
 from trainer.config import UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
@@ -91,7 +91,9 @@ def test_impossible_numbers_are_refused(
     "options",
     [
         ("--partition", ""), ("--qos", " "), ("--dependency", ""), ("--partition", "a\n#SBATCH --exclusive"),
-        ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--ranks-per-node", "4"),
+        ("--sbatch", "--mem=0\nrm x"), ("--sbatch", ""), ("--sbatch", "mem=0"), ("--sbatch", "--nodes"),
+        ("--sbatch", "-N"),
+        ("--ranks-per-node", "4"),
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(config: Path, options: tuple[str, str]) -> None:
@@ -106,7 +108,7 @@ def test_impossible_options_are_refused(config: Path, options: tuple[str, str]) 
 )  # fmt: skip
 def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
     if time == "1-":
-        with pytest.raises(UserError, match="--time 1-: must read MINUTES"):
+        with pytest.raises(UserError, match="--time 1-: must be MINUTES"):
             parse_time_limit(time)
     else:
         assert parse_time_limit(time) == seconds
@@ -117,7 +119,7 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
     [
         ("0:03:00", "--time 0:03:00: is 180 s, of which 300 (--grace) and up to 60 more are for saving"),
         ("6", "use --time 15 or a smaller --grace"),
-        ("tomorrow", "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
+        ("tomorrow", "--time tomorrow: must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],
 )
 def test_too_short_time_limits_are_refused(config: Path, time: str, message: str) -> None:
@@ -164,7 +166,7 @@ def test_a_sweep_is_every_combination_in_a_folder_of_its_own(config: Path, tmp_p
 
 @pytest.mark.parametrize("sweep", ["seed", "=1", "seed="])
 def test_an_empty_sweep_is_refused(sweep: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"--sweep {sweep}: must read"):
+    with pytest.raises(UserError, match=f"--sweep {sweep}: must look like"):
         expand_sweep([sweep], tmp_path)
 
 
@@ -185,7 +187,7 @@ def test_tasks_beyond_the_sweep_are_refused(config: Path) -> None:
 @pytest.mark.parametrize("array", ["", "a", "3-1", "-1", "1,2,", "1-2:x%1"])
 def test_tasks_that_are_no_numbers_are_refused_as_such(config: Path, array: str) -> None:
     done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", f"--array={array}"])
-    assert isinstance(done.exception, UserError) and "must read 0-7, 0,3,5 or 0-12:2" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "must be task numbers" in str(done.exception)
 
 
 def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
 
 
 def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path) -> None:
-    script = render_script(sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
+    script = render_script(build_sbatch_options({"job-name": "a b"}, ()), ["my config.yaml", "x='y'"], 20)
     assert "#SBATCH '--job-name=a b'" in script
     assert shlex.split(next(line for line in script.splitlines() if line.startswith("set -- ")))[2:] == [
         "my config.yaml", "x='y'",
@@ -349,7 +351,7 @@ def test_a_signal_while_the_environment_is_set_up(tmp_path: Path, number: str) -
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "is_requeued"),
+    ("code", "state", "can_be_requeued"),
     [
         (0, "JobState=RUNNING PreemptTime=2026-01-01T00:00:00", False),
         (2, "JobState=RUNNING PreemptTime=2026-01-01T00:00:00", False),
@@ -360,9 +362,9 @@ def test_a_signal_while_the_environment_is_set_up(tmp_path: Path, number: str) -
         (1, "JobState=RUNNING PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", False),
     ],
 )
-def test_exit_codes_that_are_queued_again(tmp_path: Path, code: int, state: str, is_requeued: bool) -> None:
+def test_exit_codes_that_are_queued_again(tmp_path: Path, code: int, state: str, can_be_requeued: bool) -> None:
     ended, said = run_script(tmp_path, "", f"exit {code}", STATE=state)
-    assert ended == code and ("scontrol requeue 7" in said) == is_requeued, said
+    assert ended == code and ("scontrol requeue 7" in said) == can_be_requeued, said
 
 
 def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path) -> None:
@@ -372,12 +374,12 @@ def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path) -> None:
 
 
 def test_requeues_have_a_limit(tmp_path: Path) -> None:
-    for restarts, limit, is_requeued in (("19", "20", True), ("20", "20", False), ("0", "0", False)):
+    for restarts, limit, can_be_requeued in (("19", "20", True), ("20", "20", False), ("0", "0", False)):
         given = {"SLURM_RESTART_COUNT": restarts, "ZEROLORA_MAX_REQUEUES": limit}
         code, said = run_script(tmp_path, "", "echo trained; exit 75", **given)
         assert code == 75 and "trained" in said
-        assert ("scontrol requeue 7" in said) == is_requeued
-        assert is_requeued or f"== not queued again: it was {limit} times already (--max-requeues)" in said
+        assert ("scontrol requeue 7" in said) == can_be_requeued
+        assert can_be_requeued or f"== not queued again: it was {limit} times already (--max-requeues)" in said
     # SLURM itself queued it again.
     code, said = run_script(tmp_path, "", "echo trained", SLURM_RESTART_COUNT="21")
     assert code == 1 and "trained" not in said and "(--max-requeues)" in said

@@ -49,7 +49,7 @@ def test_values_with_commas_are_tried_and_lists_are_not() -> None:
     ]
     axes, fixed = split_axes(words)
     assert axes == ["lora.r=8,16", "lr=1e-4,2e-4"] and fixed == [words[1], words[2], words[3]]
-    with pytest.raises(UserError, match="must read key=value,value"):
+    with pytest.raises(UserError, match="must look like key=value,value"):
         split_axes(["lora.r"])
 
 
@@ -134,7 +134,7 @@ def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are this Python program, its argument being the run's folder."""
     monkeypatch.setattr(
-        sweep_module, "command", lambda config, run, each: [sys.executable, "-c", text, str(run.folder)]
+        sweep_module, "build_train_command", lambda config, run, each: [sys.executable, "-c", text, str(run.folder)]
     )
 
 

@@ -141,7 +141,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
         config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
     )
     assert "# a token uses 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
-    hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
+    hold = int(text.partition("# ")[2].partition(" adapter parameters")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare
 

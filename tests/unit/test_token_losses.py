@@ -8,7 +8,7 @@ import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import ops.head
-from ops.head import LossKind, token_loss_sum, token_loss_sum_of_logits
+from ops.head import LossKind, sum_token_losses, sum_token_losses_from_logits
 from tests.tiny import make_model
 from tests.token_losses import PARAMETERS, PUBLISHED
 from trainer.data.batches import MicroBatch, collate
@@ -49,9 +49,9 @@ def test_losses_and_gradients_are_the_published_ones(
     weights, kind = drawn if weighted else None, LossKind(name, PARAMETERS[name])
     truth = (published(name, hidden @ head.t(), targets) * (drawn.double() if weighted else 1.0)).sum()
     (expected,) = torch.autograd.grad(3 * truth, hidden)
-    in_chunks = token_loss_sum(hidden, head, targets, kind=kind, token_weights=weights)
-    from_logits = token_loss_sum_of_logits(hidden @ head.t(), targets, kind, weights)
-    for loss in (in_chunks, from_logits):
+    is_in_chunks = sum_token_losses(hidden, head, targets, kind=kind, token_weights=weights)
+    from_logits = sum_token_losses_from_logits(hidden @ head.t(), targets, kind, weights)
+    for loss in (is_in_chunks, from_logits):
         (grad,) = torch.autograd.grad(3 * loss, hidden)
         torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
         assert (grad - expected).norm() <= 1e-6 * expected.norm()
@@ -62,7 +62,7 @@ def test_losses_and_gradients_are_the_published_ones(
 def test_16_bits_err_by_their_rounding(name: str, dtype: torch.dtype) -> None:
     hidden, head, targets, weights = problem(dtype)
     kind = LossKind(name, PARAMETERS[name])
-    (grad,) = torch.autograd.grad(token_loss_sum(hidden, head, targets, kind=kind, token_weights=weights), hidden)
+    (grad,) = torch.autograd.grad(sum_token_losses(hidden, head, targets, kind=kind, token_weights=weights), hidden)
     logits = (hidden.detach() @ head.t()).double().requires_grad_()
     (of_logits,) = torch.autograd.grad((published(name, logits, targets) * weights).sum(), logits)
     truth = of_logits @ head.double()
@@ -75,11 +75,11 @@ def test_a_certain_token_has_a_finite_gradient(name: str) -> None:
     logits = torch.zeros(2, 30).index_put_((torch.tensor([0, 1]), torch.tensor([3, 4])), torch.tensor(1e4))
     logits.requires_grad_()
     kind = LossKind(name, 0.5)
-    loss = token_loss_sum_of_logits(logits, torch.tensor([3, 5]), kind)
+    loss = sum_token_losses_from_logits(logits, torch.tensor([3, 5]), kind)
     (grad,) = torch.autograd.grad(loss, logits)
-    in_chunks = token_loss_sum(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
+    is_in_chunks = sum_token_losses(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
     assert torch.isfinite(grad).all() and torch.isfinite(loss)
-    torch.testing.assert_close(torch.autograd.grad(in_chunks, logits)[0], grad)
+    torch.testing.assert_close(torch.autograd.grad(is_in_chunks, logits)[0], grad)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_held_out_loss_is_plain(model: Any) -> None:
     batch = LAYOUTS["padded"]
     with torch.no_grad():
         found = float(TokenLoss(model, kind=LossKind("dft"))(model, batch, CPU))
-        expected = float(TokenLoss(model).by_row(model, batch, CPU).sum())
+        expected = float(TokenLoss(model).compute_by_row(model, batch, CPU).sum())
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
-from trainer.parallel.engine.optimizer_state import EngineState, whole_state
+from trainer.parallel.engine.optimizer_state import EngineState, assemble_state
 from trainer.patches.deepspeed_workarounds import NORM_METHOD, UpdateGuard, require_fused_update
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -37,9 +37,9 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a step may change: masters, moments, the weights that the forward pass reads, the step count."""
     state = EngineState(engine)
     working = {f"working/{n}": p.detach().cpu().clone() for n, p in engine.module.named_parameters() if p.requires_grad}
-    pieces = state.pieces()
+    pieces = state.collect_pieces()
     assert pieces is not None
-    return whole_state([pieces]) | working | {"steps": torch.tensor(state.steps_taken())}
+    return assemble_state([pieces]) | working | {"steps": torch.tensor(state.count_steps_taken())}
 
 
 def poison(engine: Any, value: float) -> list[Any]:

@@ -3,6 +3,8 @@
 import base64
 import json
 import math
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +19,21 @@ from tests.runs_in_process import train as train_run
 from tests.saved_adapters import save_adapter
 from tests.tiny import make_model
 from tests.unit.test_multimodal import train
-from tests.vision import COLORS, draw, make_vision_model, plain_vision_losses, processed, write_vision_chats
+from tests.vision import (
+    COLORS,
+    NO_VISION,
+    PROCESSORS,
+    WITH_TORCHVISION,
+    draw,
+    make_vision_model,
+    plain_vision_losses,
+    processed,
+    store_dequantised_vision,
+    write_vision_chats,
+)
+from trainer.checkpoint.finished_run import find_run
 from trainer.commands import evaluate, generate, inspect, merge
+from trainer.commands.export.__main__ import export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
 from trainer.data.image_parts import IMAGE, decode_image, read_stored
@@ -33,21 +48,25 @@ from trainer.patches.packed_attention import TOWER, VARLEN, set_varlen, use_flas
 from trainer.patches.packing_probe import separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
+from trainer.setup.shown_data import show_text
 from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
 ALL = [
-    pytest.param(family, marks=pytest.mark.skipif(family == "mistral3" and not find_spec("torchvision"), reason=reason))
-    for reason in ["transformers reads its images with torchvision, which is not installed"]
-    for family in FAMILIES
+    pytest.param(
+        family, marks=pytest.mark.skipif(family in WITH_TORCHVISION and not find_spec("torchvision"), reason=NO_VISION)
+    )
+    for family in PROCESSORS
 ]
+UNUSED_LAYERS = {"llava": [r".*vision_tower\.encoder\.layers\.1\..*"]}
+"""LLaVA 1.5 reads the features before its tower's last layer."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("vision")
     write_vision_chats(root, 16)
-    for family in FAMILIES:
+    for family in PROCESSORS:
         (root / family).mkdir()
         make_vision_model(root / family, family)
     return root
@@ -72,15 +91,24 @@ def run_config(root: Path, family: str, **changes: Any) -> RunConfig:
     return load_config(root / "run.yaml", []).config
 
 
-@pytest.mark.parametrize("packing", [False, True])
+def test_every_supported_model_type_is_tested() -> None:
+    assert {*PROCESSORS} - {"pixtral"} == {*FAMILIES}, "Pixtral's model type is llava"
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"rows": {}, "packs": {"dataset__packing": True}, "nf4": {"adapter": "qlora"}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ALL)
-def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, root: Path) -> None:
-    config = run_config(root, family, dataset__packing=packing)
+def test_losses_are_those_of_transformers_and_peft(family: str, layout: str, root: Path, tmp_path: Path) -> None:
+    config = run_config(root, family, **LAYOUTS[layout])
     model, lines, losses = train(config)
+    if layout == "nf4":  # the reference has the same values in 32 bits
+        config = run_config(root, family, base_model=str(store_dequantised_vision(root / family, tmp_path / "base")))
     assert losses == pytest.approx(plain_vision_losses(config), rel=1e-5)
     assert len({round(loss, 4) for loss in losses}) == 3, "nothing was learned that could differ"
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    assert trained and not any("visual" in name or "vision" in name or "projector" in name for name in trained)
+    assert trained and not any(re.search("visual|vision|projector|connector", name) for name in trained)
     assert any("without adapter: " in line and "vis" in line for line in lines)
 
 
@@ -90,12 +118,13 @@ def test_tower_and_projector_train_as_in_peft(family: str, train_images: str, ro
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    config = run_config(root, family, vision__train=train_images, dataset__packing=True)
+    layers = {"lora__exclude_modules": UNUSED_LAYERS.get(family, []) if train_images == "lora" else []}
+    config = run_config(root, family, vision__train=train_images, dataset__packing=True, **layers)
     model, lines, losses = train(config)
     assert losses == pytest.approx(plain_vision_losses(config), rel=1e-5)
     assert losses != pytest.approx(train(run_config(root, family, dataset__packing=True))[2], rel=1e-5)
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    of_images = [name for name in trained if "visual" in name or "vision" in name or "projector" in name]
+    of_images = [name for name in trained if re.search("visual|vision|projector|connector", name)]
     assert of_images and all("lora_" in name for name in of_images) == (train_images == "lora")
     assert any("without adapter" in line and "vis" in line for line in lines) == (train_images == "projector")
     save_adapter(model, tmp_path)
@@ -141,7 +170,7 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
     losses = {}
     for attention in ("sdpa", VARLEN):
         task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
-        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").model()
+        model, _ = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
         if attention == VARLEN:
             set_varlen(model.get_base_model())
         loss = task.loss(model, fused_head=decided.fused_head.value)
@@ -330,41 +359,51 @@ def test_a_changed_image_is_read_again_and_an_animated_one_reported(root: Path, 
     assert len(again.train[0].input_ids) > len(first.train[0].input_ids)
 
 
+TRAINED = {"qwen2_5_vl": "lora", "gemma3": "projector", "smolvlm": "lora"} | dict.fromkeys(
+    ("llama4", "lfm2_vl", "pixtral"), "none"
+)
+
+
+@pytest.mark.parametrize("family", [each for each in ALL if each.values[0] in TRAINED])
 def test_a_run_is_asked_about_an_image_evaluated_and_merged(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForMultimodalLM
 
-    for family, parts in (("qwen2_5_vl", "lora"), ("gemma3", "projector")):
-        ground = tmp_path / family
-        ground.mkdir()
-        more = {"vision__train": parts, "output_dir": str(ground / "run")}
-        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
-        (ground / "base.yaml").write_text((root / "run.yaml").read_text())
-        train_run(ground, logging__report_to="none")
-        file = picture(tmp_path)
-        capsys.readouterr()
-        assert generate.main([str(ground / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
-        shown = capsys.readouterr().out.strip()
-        assert evaluate.main([str(ground / "run"), "--json", str(ground / "eval.json")]) == 0
-        [held_out] = [
-            json.loads(line)["eval/loss"] for line in (ground / "run/metrics.jsonl").open() if "eval/loss" in line
-        ][-1:]
-        assert json.loads((ground / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
-        assert merge.main([str(ground / "run"), "--output", str(ground / "merged")]) == 0
-        merged = AutoModelForMultimodalLM.from_pretrained(ground / "merged", dtype=torch.float32)
-        AutoImageProcessor.from_pretrained(ground / "merged")
-        prepared = prepare(config, to_train=False)
-        assert prepared.images is not None
-        text = prepared.tokenizer.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
-            tokenize=False, add_generation_prompt=True,
-        )  # fmt: skip
-        image = decode_image(file.read_bytes(), "")
-        inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
-        answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
-        [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert shown == wanted.strip()
+    more = {"vision__train": TRAINED[family], "output_dir": str(tmp_path / "run")}
+    config = run_config(root, family, dataset__val_split=4, training__max_steps=2, **more)
+    (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
+    train_run(tmp_path, logging__report_to="none")
+    file = picture(tmp_path)
+    capsys.readouterr()
+    assert generate.main([str(tmp_path / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
+    shown = capsys.readouterr().out.strip()
+    assert evaluate.main([str(tmp_path / "run"), "--json", str(tmp_path / "eval.json")]) == 0
+    [held_out] = [
+        json.loads(line)["eval/loss"] for line in (tmp_path / "run/metrics.jsonl").open() if "eval/loss" in line
+    ][-1:]
+    assert json.loads((tmp_path / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
+    assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    AutoImageProcessor.from_pretrained(tmp_path / "merged")
+    prepared = prepare(config, to_train=False)
+    assert prepared.images is not None
+    text = prepared.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
+        tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    image = decode_image(file.read_bytes(), "")
+    inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+    answer = merged.generate(
+        **inputs.to(torch.float32), max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0
+    )
+    [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert shown == wanted.strip()
+    problem = {"lora": "vision.train=lora: servers only apply", "projector": "lora.modules_to_save"}.get(
+        TRAINED[family]
+    )
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        export(find_run(tmp_path / "run"), "vllm", tmp_path / "exported")
 
 
 def write_pairs(folder: Path, count: int) -> Path:
@@ -422,6 +461,39 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
     for name in ("packs", "cached"):
         assert found[name][0] == pytest.approx(found["rows"][0], rel=1e-5), name
     assert found["cached"] == pytest.approx(found["rows"], rel=1e-5)
+
+
+def test_images_are_upright_and_transparent_ones_on_white(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = Image.new("RGB", (60, 40), "blue")
+    image.paste((255, 0, 0), (0, 0, 60, 20))
+    orientation = Image.Exif()
+    orientation[0x0112] = 6  # the camera was turned: the first row is the right side
+    image.save(tmp_path / "turned.png", exif=orientation)
+    upright = decode_image((tmp_path / "turned.png").read_bytes(), "")
+    assert upright.size == (40, 60) and upright.getpixel((35, 30)) == (255, 0, 0)
+    assert upright.getpixel((5, 30)) == (0, 0, 255)
+    for mode in ("RGBA", "LA"):
+        Image.new("RGBA", (8, 8), (255, 0, 0, 0)).convert(mode).save(tmp_path / "clear.png")
+        clear = decode_image((tmp_path / "clear.png").read_bytes(), "")
+        assert clear.mode == "RGB" and clear.getpixel((4, 4)) == (255, 255, 255), mode
+
+
+def test_inspect_draws_images_in_a_terminal(root: Path, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    record = {"messages": turns("<image>what?"), "images": [str(draw(tmp_path / "red.png", (220, 20, 30)))]}
+    config = run_config(root, "qwen2_5_vl", dataset__path=str(write_records(tmp_path / "a.jsonl", record)))
+    shown = {}
+    for colors in ("truecolor", None):
+        with (tmp_path / "out.txt").open("w+") as file:
+            console = Console(file=file, force_terminal=colors is not None, color_system=colors, width=120)
+            show_text(config, console, examples=1, step=None, ranks=1)
+            file.seek(0)
+            shown[colors] = file.read()
+    assert "38;2;220;20;30;48;2;220;20;30m▀" in shown["truecolor"] and "48;2;255;255;255m▀" in shown["truecolor"]
+    assert "▀" not in shown[None] and "[image of 40 x 40 pixels" in shown[None]
 
 
 def test_the_report_and_inspect_show_images(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,15 @@ from trainer.contract.heartbeat import (
 )
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.process_state import Work, find_collective, find_place, free_host_memory, main_thread_frame
+from trainer.parallel.ranks.process_state import (
+    WorkDetector,
+    find_collective,
+    find_location,
+    get_main_thread_frame,
+    read_free_host_memory,
+)
 from trainer.parallel.ranks.progress import PROGRESS, Progress
-from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, ranks_behind
+from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, find_ranks_behind
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
@@ -77,7 +83,7 @@ def beats(**of_rank_1: object) -> dict[int, Heartbeat]:
     ],
 )
 def test_who_is_behind(of_rank_1: dict[str, object], silent: set[int], behind: list[int]) -> None:
-    assert ranks_behind(beats(**of_rank_1), silent) == behind
+    assert find_ranks_behind(beats(**of_rank_1), silent) == behind
 
 
 def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None:
@@ -99,7 +105,7 @@ def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None
 def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:
     found = {rank: replace(BEAT, rank=rank, step=0, phase="join", collective=None) for rank in range(3)}
     found[2] = replace(found[2], phase="tokenise")
-    assert ranks_behind(found, set()) == [2]
+    assert find_ranks_behind(found, set()) == [2]
     assert "2 other ranks wait for it in join" in describe_hang(found, set()).text
 
 
@@ -220,7 +226,7 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
     try:
         watchdog.writes = False
         logs.mkdir()
-        PROGRESS.at_step(1)
+        PROGRESS.begin_step(1)
         assert read_heartbeats(logs) == {}, "the folder may be another run's"
         watchdog.writes = True
         assert read_heartbeats(logs)[0].pid == os.getpid()
@@ -231,7 +237,7 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
     watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
     try:
         logs.mkdir()  # as under torchrun, where the ranks make it themselves
-        PROGRESS.at_step(2)
+        PROGRESS.begin_step(2)
         assert read_heartbeats(logs)[0].step == 2
     finally:
         watchdog.end(0)
@@ -295,7 +301,7 @@ def test_work_is_distinguished_from_waiting() -> None:
 def _tell_work_from_waiting() -> None:
     """Look as the watchdog does: from its own thread, so that its own work does not count."""
     with ThreadPoolExecutor(max_workers=1) as watchdog:
-        work = watchdog.submit(Work).result()
+        work = watchdog.submit(WorkDetector).result()
 
         def has_progressed() -> bool:
             return watchdog.submit(work.has_progressed).result()
@@ -322,7 +328,7 @@ def _tell_work_from_waiting() -> None:
 
 def test_phases_nest_and_steps_count() -> None:
     progress = Progress()
-    progress.at_step(5)
+    progress.begin_step(5)
     with progress.phase("save"):
         before = progress.changed_at
         with progress.phase("gather"):
@@ -336,11 +342,11 @@ def test_phases_nest_and_steps_count() -> None:
 
 def test_the_main_threads_place_is_read_from_another_thread() -> None:
     places: list[str | None] = []
-    thread = threading.Thread(target=lambda: places.append(find_place(main_thread_frame())))
+    thread = threading.Thread(target=lambda: places.append(find_location(get_main_thread_frame())))
     thread.start()
     thread.join()
     assert places[0] is not None and places[0].startswith("tests/unit/test_watchdog.py:")
-    assert find_collective(main_thread_frame()) is None
+    assert find_collective(get_main_thread_frame()) is None
 
 
 PENDING = """
@@ -350,18 +356,18 @@ import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.parallel.ranks.process_state import recorded_collectives
+from trainer.parallel.ranks.process_state import read_recorded_collectives
 dist.init_process_group("gloo")
-assert recorded_collectives() == (None, None)
+assert read_recorded_collectives() == (None, None)
 value = torch.ones(4)
 dist.all_reduce(value)
 # The result arrives before gloo's own thread has recorded the end of the collective.
 deadline = time.monotonic() + 300
-while (finished := recorded_collectives()) != (None, 1) and time.monotonic() < deadline:
+while (finished := read_recorded_collectives()) != (None, 1) and time.monotonic() < deadline:
     time.sleep(0.01)
 work = dist.all_reduce(value, async_op=True) if dist.get_rank() == 0 else None
 # One write: two ranks share the pipe.
-sys.stdout.write(f"{dist.get_rank()} {finished} {recorded_collectives()}\\n")
+sys.stdout.write(f"{dist.get_rank()} {finished} {read_recorded_collectives()}\\n")
 sys.stdout.flush()
 # Rank 1 joins in when rank 0 has looked.
 store = dist.distributed_c10d._get_default_store()
@@ -384,7 +390,7 @@ def test_a_collective_that_is_under_way_is_named_though_no_stack_shows_it(tmp_pa
 
 
 def test_free_memory_is_of_this_machine() -> None:
-    assert 0.0 < free_host_memory() < 4096.0
+    assert 0.0 < read_free_host_memory() < 4096.0
 
 
 def test_a_note_and_a_heartbeat_cost_less_than_a_tenth_of_a_millisecond_a_step(tmp_path: Path) -> None:
@@ -399,7 +405,7 @@ def test_a_note_and_a_heartbeat_cost_less_than_a_tenth_of_a_millisecond_a_step(t
         notes = (time.process_time() - started) / 1000
         started = time.process_time()
         for _ in range(50):
-            watchdog._folder.publish(watchdog._own_heartbeat())
+            watchdog._folder.publish(watchdog._build_heartbeat())
         beat = (time.process_time() - started) / 50
     finally:
         watchdog.end(0)

@@ -19,7 +19,7 @@ from trainer.model import streamed_weights
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.model_kind import auto_class
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 
 CPU = torch.device("cpu")
 SOME = ("deepseek_v3", "ernie4_5_moe", "gptj", "gpt_oss", "nemotron_h", "llama")
@@ -136,7 +136,7 @@ def test_the_engine_keeps_frozen_weights_in_32_bits(stage: Any, tmp_path: Path) 
     with one_rank(tmp_path):
         adapted = apply_adapter(base, LoraSection(r=2), torch.bfloat16)
         trained = [each for each in adapted.parameters() if each.requires_grad]
-        settings = deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=stage), "bf16", on_gpu=False)
+        settings = build_deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=stage), "bf16", on_gpu=False)
         engine: Any = start_engine(adapted, torch.optim.AdamW(trained), settings)
         after = dict(engine.module.get_base_model().named_parameters())
         for name, value in before.items():

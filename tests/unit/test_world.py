@@ -14,7 +14,14 @@ from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rendezvous import find_port_problem, free_port, host_name
 from trainer.entry.rank import main as train
-from trainer.parallel.ranks.agreement import Report, code_version, differences, find_unshared_folder, meet, summary
+from trainer.parallel.ranks.agreement import (
+    Report,
+    compute_code_version,
+    find_differences,
+    find_unshared_folder,
+    format_summary,
+    meet,
+)
 from trainer.parallel.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -64,15 +71,18 @@ def world(hosts: int = 3, per_host: int = 2) -> list[Report]:
 
 
 def test_nothing_differs() -> None:
-    assert differences(world()) == []
-    assert summary(world()) == "world        6 ranks on n1, n2, n3: cuda NVIDIA H200; torch 2.13.0, deepspeed 0.19.8"
+    assert find_differences(world()) == []
+    assert (
+        format_summary(world())
+        == "world        6 ranks on n1, n2, n3: cuda NVIDIA H200; torch 2.13.0, deepspeed 0.19.8"
+    )
 
 
 def test_a_version_is_named_with_its_hosts() -> None:
     reports = world()
     reports[2] = replace(reports[2], values=FACTS | {"torch": "2.11.0"})
     reports[3] = replace(reports[3], values=FACTS | {"torch": "2.11.0"})
-    reported = differences(reports)
+    reported = find_differences(reports)
     assert reported == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
 
 
@@ -80,7 +90,7 @@ def test_a_missing_package_and_other_code_and_another_configuration() -> None:
     reports = world()
     values = {name: value for name, value in FACTS.items() if name != "deepspeed"}
     reports[4] = replace(reports[4], values=values | {"code": "0.1.0+bb", "configuration": "dd"})
-    reported = "\n".join(differences(reports))
+    reported = "\n".join(find_differences(reports))
     assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in reported
     assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in reported
     assert "configuration differs: cc on n1, n2, n3; dd on n3; give every rank the same file" in reported
@@ -89,21 +99,24 @@ def test_a_missing_package_and_other_code_and_another_configuration() -> None:
 def test_a_host_without_its_gpu() -> None:
     reports = world()
     reports[1] = replace(reports[1], device="cpu", device_id="")
-    assert "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; run `zerolora doctor`" in differences(reports)[0]
+    assert (
+        "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; run `zerolora doctor`"
+        in find_differences(reports)[0]
+    )
 
 
 def test_two_ranks_on_one_gpu() -> None:
     reports = world()
     reports[3] = replace(reports[3], device_id="GPU-2")
-    assert differences(reports) == ["ranks 2, 3 on n2 use the same GPU; start one rank per GPU"]
+    assert find_differences(reports) == ["ranks 2, 3 on n2 use the same GPU; start one rank per GPU"]
 
 
 def test_many_hosts_are_cut_short() -> None:
-    assert " on n1, n2, n3, n4, ... n40 (40):" in summary(world(hosts=40))
+    assert " on n1, n2, n3, n4, ... n40 (40):" in format_summary(world(hosts=40))
 
 
 def test_the_code_is_the_sources() -> None:
-    version, _, digest = code_version().partition("+")
+    version, _, digest = compute_code_version().partition("+")
     assert version and len(digest) == 12 and int(digest, 16) >= 0
 
 

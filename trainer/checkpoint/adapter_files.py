@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from trainer.checkpoint.checkpoint_files import checksum, read_recorded_checksums
+from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import map_saved_names
+from trainer.model.saved_adapter import load_on_empty_base
 from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
 WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", SETTINGS_FILE, "run.json"
@@ -83,6 +85,12 @@ def _recorded_checksums(folder: Path) -> dict[str, str]:
     return read_recorded_checksums(folder)
 
 
+class NotReloadable(UserError):
+    """Raised by a save whose adapter PEFT would not load whole. Another save or start would fail in the same way."""
+
+    exit_code = 1
+
+
 @dataclass(frozen=True)
 class AdapterForm:
     """The names of the trained tensors in PEFT's file, and the adapter's settings."""
@@ -93,6 +101,9 @@ class AdapterForm:
     """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
     """Factors that PEFT stores in another shape, by name in the model."""
+    base: Any
+    loaded: set[Any] = field(default_factory=set)
+    """Settings, names and shapes that PEFT has loaded."""
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
@@ -115,7 +126,26 @@ class AdapterForm:
             stored_names = map_saved_names(model, saved)
             names = {stored_names[name]: trained[int(number)] for name, number in saved.items()}
             settings = (saved_folder / SETTINGS).read_text(encoding="utf-8")
-        return cls(names, settings, {name: factors[name] for name in trained if name in factors})
+        return cls(
+            names, settings, {name: factors[name] for name in trained if name in factors}, model.get_base_model()
+        )
+
+    def check_loads(self, folder: Path) -> None:
+        """Raise NotReloadable unless plain PEFT takes every tensor of a written adapter and misses none.
+
+        It loads the adapter on an empty base, once for the same settings, names and shapes.
+        """
+        text = (folder / SETTINGS).read_text(encoding="utf-8")
+        shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
+        if (key := (text, frozenset(shapes.items()))) in self.loaded:
+            return
+        try:
+            load_on_empty_base(self.base, json.loads(text), shapes)
+        except ValueError as error:
+            name = folder.name.removeprefix(".writing-")
+            problem = f"{name} was not saved: PEFT could not load it: {error}"
+            raise NotReloadable(f"{problem}; older checkpoints are untouched") from error
+        self.loaded.add(key)
 
     def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the trained tensors in PEFT's shapes, by name in the file."""

@@ -27,10 +27,10 @@ from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
-from trainer.parallel.engine.optimizer_state import EngineState, Pieces, whole_state
+from trainer.parallel.engine.optimizer_state import EngineState, Pieces, assemble_state
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
+from trainer.patches.deepspeed_workarounds import get_loss_scaler, list_loss_scale_attributes
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class RankState:
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
         """Queue copies of everything but `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
-        pieces = engine_state.pieces()
+        pieces = engine_state.collect_pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = Pieces(tensors, pieces.shards, pieces.shapes)
-        raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
+        raw = {f"moments/{name}": value for name, value in engine_state.collect_raw().items()}
         rank_tensors = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
         return cls(ranks.rank, pieces, rank_tensors, {})
 
@@ -60,8 +60,8 @@ class RankState:
         state = {
             "format": FORMAT,
             **position,
-            "optimizer_steps": EngineState(engine).steps_taken(),
-            "averages": EngineState(engine).averages(),
+            "optimizer_steps": EngineState(engine).count_steps_taken(),
+            "averages": EngineState(engine).read_averages(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
             "loss_scale": _read_loss_scale(engine),
@@ -90,9 +90,9 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     """
     state = read_state(checkpoint)
     files = sorted(checkpoint.glob("training_state-*.safetensors"))
-    tensors = whole_state(Pieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
+    tensors = assemble_state(Pieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
     engine_state = EngineState(engine)
-    if misfit := engine_state.misfit(tensors):
+    if misfit := engine_state.find_mismatch(tensors):
         raise UserError(
             f"{checkpoint}: {misfit}, so it belongs to another model or adapter; use the settings it was trained with, "
             f"or start a new run with lora.adapter_path: {checkpoint}"
@@ -140,15 +140,15 @@ def _read_loss_scale(engine: Engine) -> dict[str, float] | None:
     """Return the state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
-    scaler = loss_scaler(engine.optimizer)
-    return {name: float(getattr(scaler, name)) for name in loss_scale_state(scaler)}
+    scaler = get_loss_scaler(engine.optimizer)
+    return {name: float(getattr(scaler, name)) for name in list_loss_scale_attributes(scaler)}
 
 
 def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
-        scaler = loss_scaler(engine.optimizer)
+        scaler = get_loss_scaler(engine.optimizer)
         for name, value in saved.items():
-            if name in loss_scale_state(scaler):  # the loss scale may be static now
+            if name in list_loss_scale_attributes(scaler):  # the loss scale may be static now
                 setattr(scaler, name, type(getattr(scaler, name))(value))
 
 

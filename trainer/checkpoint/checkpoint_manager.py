@@ -31,7 +31,7 @@ from trainer.contract.whole_files import sync
 from trainer.data.batches import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.parallel.engine.optimizer import averaged_weights, has_positive_rate, restore_schedule
+from trainer.parallel.engine.optimizer import has_positive_rate, restore_schedule, use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
@@ -73,7 +73,7 @@ class CheckpointManager:
         for warning in resumption.warnings:
             self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
-            self._say(f"note: {escape(note)}")
+            self._say.show(f"note: {escape(note)}")
 
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
@@ -89,7 +89,7 @@ class CheckpointManager:
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
-            self._say(f"note: {describe_finished(position.step, total_steps)}")
+            self._say.show(f"note: {describe_finished(position.step, total_steps)}")
         best, metric = position.best_step, training.compared_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
@@ -121,7 +121,7 @@ class CheckpointManager:
         with suppress(SaveFailed):  # the failure was reported; continue with this save
             self.settle()
         state = RankState.capture(engine, self._ranks, self._copies)
-        with phase("gather"), averaged_weights(engine):
+        with phase("gather"), use_averaged_weights(engine):
             only_trained = self._config.adapter != "none"
             weights = gather_weights(engine.module, only_trained=only_trained, copy=self._copies.copy)
         self._copies.mark_queued()

@@ -33,8 +33,8 @@ from trainer.monitor.report.model_card import CARD, is_users_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, format_end_summary, record_answer, write_report
-from trainer.parallel.engine.flat_adapter import trained_parameters
-from trainer.parallel.engine.optimizer import averaged_weights
+from trainer.parallel.engine.flat_adapter import list_trained_parameters
+from trainer.parallel.engine.optimizer import use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS, phase
@@ -166,7 +166,7 @@ class RunFolder:
                 self.restore_record()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
-            with averaged_weights(engine):
+            with use_averaged_weights(engine):
                 weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
             for name, value in weights.items():
                 if "lora_" in name and "_B." in name:  # lora_B and lora_embedding_B; the values are copies
@@ -216,7 +216,8 @@ class RunFolder:
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return the form of this run's adapter; None in full training, and on ranks other than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
-            self._form = AdapterForm.from_model(engine.module, [name for name, _ in trained_parameters(engine.module)])
+            names = [name for name, _ in list_trained_parameters(engine.module)]
+            self._form = AdapterForm.from_model(engine.module, names)
         return self._form
 
     def build_weights_writer(

@@ -12,7 +12,7 @@ from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterForm, sta
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask
-from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.flat_adapter import list_trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -39,7 +39,7 @@ def write_adapter(
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
     difference from it, which fits the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
-    zero although `must_have_moved`.
+    zero although `must_have_moved`; NotReloadable if plain PEFT would not load it whole.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -53,6 +53,7 @@ def write_adapter(
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back; check the disk")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
+    form.check_loads(folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -75,7 +76,7 @@ def gather_weights(
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     copy = copy or (lambda _, tensor: tensor.detach().to("cpu", copy=True).contiguous())
     weights: dict[str, torch.Tensor] = {}
-    for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
+    for name, parameter in list_trained_parameters(model) if only_trained else model.named_parameters():
         partitioned = [parameter] if is_partitioned(parameter) else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:

@@ -24,7 +24,7 @@ from trainer.model.saved_adapter import load_adapter, scale_adapter
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.sample_images import SAMPLES
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.setup.kinds import ImageKind, LanguageKind, kind_of_adapter
+from trainer.setup.kinds import ImageKind, LanguageKind, find_adapter_kind
 from trainer.setup.text_run import find_task
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
@@ -166,4 +166,4 @@ KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: Tex
 
 
 def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
-    return KINDS[kind_of_adapter(run)]
+    return KINDS[find_adapter_kind(run)]

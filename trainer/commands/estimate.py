@@ -26,12 +26,12 @@ from trainer.data.step_count import count_steps, describe_steps
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
-from trainer.memory.planner import Choice, Planner, combine_adapters, gib
+from trainer.memory.planner import Choice, Planner, combine_adapters, format_gib
 from trainer.memory.preflight import describe_recomputation
 from trainer.memory.step_time import REFERENCE_CARD
 from trainer.model.base import context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 MIN_GPU_MEMORY = GIB
@@ -81,7 +81,7 @@ def build_report(
         "fits": estimate.needed <= memory,
         "recommended": None if best is None else _recommend(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
-        "decisions": planner.decisions(resolved).to_json(),
+        "decisions": planner.build_decisions(resolved).to_json(),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -95,7 +95,7 @@ def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest batch_size that fits with a reserve, or the configured one if it is larger and fits."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
-    return max(configured, planner.largest_batch(config, memory))
+    return max(configured, planner.find_largest_batch(config, memory))
 
 
 def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
         "stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer,
         "offload_parameters": zero.offload_parameters,
-        "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
+        "gather": planner.build_decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
     if choice.estimate is None:
         return row | {"refused": choice.refusal}
@@ -116,7 +116,7 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
         console.print(note, highlight=False)
     console.print(
         f"on {'1 GPU' if result['gpus'] == 1 else 'each of {} GPUs'.format(result['gpus'])} of "
-        f"{gib(result['gpu_memory_bytes'])}{' (assumed; set --gpu-memory)' * result['gpu_is_assumed']}: "
+        f"{format_gib(result['gpu_memory_bytes'])}{' (assumed; set --gpu-memory)' * result['gpu_is_assumed']}: "
         f"ZeRO stage {result['stage']}, micro-batch {result['batch_size']} x {result['sample']}",
         highlight=False,
     )
@@ -139,7 +139,8 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
         console.print(f"each GPU receives per step: {received}", highlight=False)
     for line in speed.describe(result["speed"], result["gpus"]) if result["speed"] else ():
         console.print(line, highlight=False)
-    console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
+    host, disk = format_gib(estimate.host), format_gib(estimate.disk)
+    console.print(f"host memory per rank {host} plus the process itself, disk {disk}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in result["stages"]:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
@@ -219,7 +220,7 @@ def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assume(world_size, precision, ranks_per_host)
-    return kind_of(config).assume_planner(config, machine)
+    return find_model_kind(config).build_draft_planner(config, machine)
 
 
 if __name__ == "__main__":

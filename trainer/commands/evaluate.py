@@ -35,7 +35,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.checkpoint.identity import check_held_out
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
 from trainer.config.command_line import positive_int
-from trainer.config.errors import shown
+from trainer.config.errors import format_count, shown
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
 from trainer.data.batches import MicroBatch, PairBatch, collate
@@ -218,7 +218,7 @@ def _measure_documents(
 @torch.no_grad()
 def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the summed token losses of each row of a micro-batch (nats, fp64, [B])."""
-    return TokenLoss(model).by_row(model, batch, model.device)
+    return TokenLoss(model).compute_by_row(model, batch, model.device)
 
 
 def show(results: dict[str, Any], heading: str, console: Console) -> None:
@@ -337,7 +337,8 @@ def _measure_held_out(
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
         results = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **options)
-        size = f"{results['documents']:,} documents, {results['target_tokens']:,} target tokens"
+        counts = (results["documents"], "document"), (results["target_tokens"], "target token")
+        size = ", ".join(format_count(*count) for count in counts)
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"

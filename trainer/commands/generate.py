@@ -95,8 +95,9 @@ def generate_answers(
     """
     options = {"streamer": streamer, **sampling.arguments()}
     if images is not None:
-        accepted = inspect.signature(model.get_base_model().forward).parameters
-        options |= to_device(images.build_inputs(rows[0], accepted), model.device)
+        base = model.get_base_model()
+        accepted = inspect.signature(base.forward).parameters
+        options |= to_device(images.build_inputs(rows[0], accepted, base.dtype), model.device)
     prompts = [row[0].tolist() for row in rows]
     with nullcontext() if with_adapter else model.disable_adapter():
         texts = generate_texts(model, tokenizer, prompts, model.device, sampling.max_new_tokens, **options)
@@ -175,7 +176,8 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 
 def read_stdin_prompts(terminal: bool) -> Iterator[str]:
-    """Yield prompts from standard input until its end or Ctrl-C."""
+    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError for a file without one."""
+    found = terminal
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
@@ -184,12 +186,15 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
         try:
             line = sys.stdin.readline()
         except KeyboardInterrupt:
-            line = ""
+            line, found = "", True
         if not line:
             if terminal:
                 print(file=sys.stderr)
+            if not found:
+                raise UserError("PROMPT: missing, and standard input has none; pass one, or write one on each line")
             return
         if prompt := line.removeprefix("\ufeff").strip():
+            found = True
             yield prompt
 
 
@@ -286,4 +291,5 @@ def main(argv: list[str] | None = None) -> None:
                 console.print(Text(f"> {printable(format_prompt(prompt))}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
-        raise UserError(f"{len(failed)} prompts were not answered; see above")
+        were = "prompt was" if len(failed) == 1 else "prompts were"
+        raise UserError(f"{len(failed)} {were} not answered; see above")

@@ -15,15 +15,16 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora inspect", description="Show examples with trained tokens in color.")
     parser.add_config()
-    parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
-    parser.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
+    shown.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
@@ -35,6 +36,6 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_config(arguments.config, arguments.overrides)
     for note in loaded.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    kind_of(loaded.config).show_data(
+    find_model_kind(loaded.config).show_data(
         loaded.config, console, examples=arguments.examples, step=arguments.step, ranks=ranks
     )

@@ -24,7 +24,7 @@ from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, is_on_hub, is_users_card, public_name
-from trainer.setup.kinds import task_of
+from trainer.setup.kinds import find_task_class
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
 
@@ -39,7 +39,7 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_users_card(card):
-        card.write_text(task_of(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
+        card.write_text(find_task_class(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -15,7 +15,7 @@ from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warnin
 from trainer.model.stored_settings import find_stored_form
 from trainer.model.targets import describe_unadapted_layers
 from trainer.patches.mamba import describe_unadapted
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
@@ -26,7 +26,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         named = zip((Path(run.output_dir).name for run in config.runs), by_run, strict=True)
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
     config = config.fit_max_length(prepared.longest)
-    model, lines = kind_of(config).describe(config, prepared)
+    model, lines = find_model_kind(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":
         lines.append("adapter: none, all weights are trained")
@@ -51,7 +51,7 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     # A model without weights cannot store initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
-    peft_model = apply_adapter(model, plain, dtype, task_type=kind_of(config).task(config).peft_type)
+    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).task(config).peft_type)
     adapted = adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)

@@ -10,7 +10,7 @@ from trainer.config import RunConfig, UserError
 from trainer.data.step_count import count_steps
 from trainer.memory.planner import Planner
 from trainer.memory.step_time import REFERENCE_CARD, predict_step
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
 
@@ -33,7 +33,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
         raise UserError("--network: missing, but the GPUs are on several hosts; add it, such as --network 50GB/s")
-    if not kind_of(config).task(config).predicts_time:
+    if not find_model_kind(config).task(config).predicts_time:
         fix = "estimate without --network, --price and --card"
         raise UserError(f"task={config.task}: its speed cannot be predicted; {fix}")
     card = arguments.card or REFERENCE_CARD

@@ -22,6 +22,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config, reports_errors
 from trainer.config.command_line import positive_int
+from trainer.config.errors import format_count
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import default_ranks
@@ -152,10 +153,11 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     )
     parameters = profile.adapter_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
-    why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
+    data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
+    why = f"{parameters:,} adapter parameters can learn about {capacity / 1e6:,.1f} Mbit; the data has {data}"
     settings["lora.r"] = (rank, why)
-    settings["lora.alpha"] = (32, "fits every rank, with the learning rate below")
-    settings["lora.target_modules"] = ("all-linear", "attention layers alone learn less, at any rank")
+    settings["lora.alpha"] = (32, "with this alpha, one learning rate suits every r")
+    settings["lora.target_modules"] = ("all-linear", "adapters on the attention layers alone learn less, whatever r")
     if profile.per_expert_rank:
         settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
         why = f"a token uses {profile.top_k} experts, with a total rank of r"
@@ -184,10 +186,17 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
     if packs:
         why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence"
     else:
-        why = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
+        why = (
+            f"packed, the run would have only {format_count(steps, 'step')}"
+            if short
+            else "documents fill their sequences"
+        )
     settings["dataset.packing"] = (packs, why)
     if held_out:
-        settings["dataset.val_split"] = (held_out, f"{max(1, round(held_out * documents)):,} documents for evaluation")
+        settings["dataset.val_split"] = (
+            held_out,
+            f"{format_count(max(1, round(held_out * documents)), 'document')} for evaluation",
+        )
 
 
 def _usual_epochs(documents: int) -> int:
@@ -207,16 +216,20 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
         kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
-            "training.batch_size": (1, "at most the global batch per GPU"),
+            "training.batch_size": (1, ""),
             "training.gradient_checkpointing": (recompute, kept),
-            "zero.stage": (stage, f"the base is {'replicated on' if stage == 2 else 'sharded over'} the GPUs"),
+            "zero.stage": (
+                stage,
+                "every rank holds the whole base" if stage == 2 else "the base is sharded over the ranks",
+            ),
         }
         if offload:
             chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
-        if largest := planner.largest_batch(_build_config(settings | chosen | no_global), request.memory):
+        if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
-            chosen["training.batch_size"] = (rows, f"{largest} fit a GPU; at most the global batch per GPU")
+            why = f"per rank: the global batch over {format_count(request.gpus, 'rank')}; up to {largest} fit in memory"
+            chosen["training.batch_size"] = (rows, why)
             settings |= chosen
             return
         tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
@@ -267,7 +280,7 @@ def _find_gpu_memory(option: str | None) -> tuple[int, str]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         return memory, f"of this machine ({memory / GIB:.3g} GiB)"
-    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed; set --gpu-memory)"
+    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed: this machine has no GPU; set --gpu-memory)"
 
 
 def render_yaml(settings: Settings, output: Path, warnings: Sequence[str] = ()) -> str:
@@ -309,4 +322,5 @@ def main(argv: list[str] | None = None) -> None:
         print(f"warning: {warning}")
     file = shlex.quote(str(arguments.output))
     ranks, num_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
-    print(f"wrote {arguments.output}; next:\n  zerolora validate {file}{ranks}\n  zerolora train {file}{num_gpus}")
+    commands = f"validate {file}{ranks}", f"inspect {file}", f"train {file}{num_gpus}"
+    print(f"wrote {arguments.output}; next:", *(f"  zerolora {command}" for command in commands), sep="\n")

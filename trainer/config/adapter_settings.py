@@ -24,7 +24,7 @@ class AdapterSettings(BaseModel):
 
     peft_type: Literal["LORA"]
     r: Rank
-    lora_alpha: Number
+    lora_alpha: Annotated[Number, Field(gt=0)]
     base_model_name_or_path: str | None = None
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False

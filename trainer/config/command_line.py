@@ -156,7 +156,7 @@ class CommandParser(argparse.ArgumentParser):
         if words and takes_overrides and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # argparse lists it as required
-        return f"{one_line(message)}; `{self.prog} --help` says how"
+        return f"{one_line(message)}; see `{self.prog} --help`"
 
 
 def _format_names(action: argparse.Action) -> tuple[str, ...]:

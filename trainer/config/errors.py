@@ -103,6 +103,8 @@ def describe_problem(error: ErrorDetails) -> str:
     """Describe pydantic's error by the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
         return f"must be text, not a {'list' if isinstance(error['input'], list) else 'map'}"
+    if error["type"] == "string_type" and isinstance(error["input"], bool):
+        return f"must be text, not {str(error['input']).lower()}"
     if template := PROBLEMS.get(error["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
@@ -139,6 +141,11 @@ def shown(value: Any, limit: int = 80) -> str:
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
     return _shorten(printable(text), limit)
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 step` or `2,400 steps`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def _cache_folder() -> Path:
 
 
 def _expand_output(text: str) -> str:
+    if control := re.search(r"[\x01-\x1f\x7f]", text):
+        raise ValueError(f"has a control character ({control[0]!r}), which terminals would interpret; remove it")
     if _STORE.match(path := expand_path(text)):
         return str(local_copy(path))
     if "://" in path:

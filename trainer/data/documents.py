@@ -190,7 +190,7 @@ class DocumentEncoder:
         """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
         images = {side.images for side in _sides(example) if isinstance(side, Turns)}
         if any(images) and self.images is None:
-            fix = "use a model listed in docs/guide/vision.md and install its packages, or remove the images"
+            fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
             raise UserError(f"{where}: has images, but image input is not supported for this model; {fix}")
         if len(images) > 1:
             raise UserError(f"{where}: chosen and rejected have different images; keep only the prompt's images")

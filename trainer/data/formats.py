@@ -46,7 +46,8 @@ def find_shape(
     Raises UserError, naming the actual and the expected fields.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
-    if first and all(isinstance(value, list) and {*map(type, value)} == {str} for value in first.values()):
+    lists = [name for name, value in first.items() if isinstance(value, list) and {*map(type, value)} == {str}]
+    if lists and len(lists) == len(first) and not {*lists} & {*TURN_LISTS}:
         where = f"{label}.path={shown(source.path)}, record 1"
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)

@@ -11,7 +11,7 @@ from pyarrow import Table
 from pyarrow.types import is_primitive
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import format_count, shown
 
 # Fractions of documents above which the user is warned.
 WARNED_FRACTION = 0.01
@@ -105,15 +105,15 @@ class DataStats:
 
     @property
     def _unit(self) -> str:
-        return "answers" if self.desirable + self.undesirable else "pairs" if self.pairs else "documents"
+        return "answer" if self.desirable + self.undesirable else "pair" if self.pairs else "document"
 
     def _format_counts(self, name: str) -> list[str]:
-        packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
+        packs = f" in {format_count(self.samples, 'pack')}, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
         losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens dropped"] if self.too_long else []
         losses += [f"{self.dropped:,} dropped without trained tokens"] if self.dropped else []
         return [
-            f"{name}: {self.documents:,} {self._unit}{packs}, {self.tokens:,} tokens, "
+            f"{name}: {format_count(self.documents, self._unit)}{packs}, {format_count(self.tokens, 'token')}, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
             + (f"; {self.with_images:,} have images, of {self.image_tokens:,} tokens" if self.with_images else "")
             + "".join(f"; {loss}" for loss in losses)
@@ -182,7 +182,7 @@ def count_held_out(section: DatasetSection, total: int) -> int:
     count = int(section.val_split) or max(1, round(total * section.val_split))
     if count >= total:
         raise UserError(
-            f"dataset.val_split={section.val_split:g}: none of {total} record{'s' * (total != 1)} would remain for "
+            f"dataset.val_split={section.val_split:g}: none of {format_count(total, 'record')} would remain for "
             "training; hold out fewer, add data, or use dataset.evaluation"
         )
     return count
@@ -254,9 +254,11 @@ def _build_samples(
 def _no_targets_error(section: DatasetSection, columns: Columns, records: Index, label: str) -> UserError:
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
+        renamed = any(source.roles for source in (section, *section.mix))
+        fix = f"{'correct dataset.roles, ' * renamed}use other roles, or all, or remove empty records"
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
-            "use other roles, or all, or remove empty records; `zerolora inspect` shows them"
+            f"{fix}; `zerolora inspect` shows them"
         )
     length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {label}"
     if section.too_long == "drop":

@@ -22,8 +22,23 @@ GRID = "image_grid_thw"
 class TowerOutput:
     """Image features of a batch, with the attribute names that transformers models read."""
 
-    pooler_output: Any
+    pooler_output: Any = None
     deepstack_features: Any = None
+    last_hidden_state: Any = None
+    """Only for models without `pooler_output` (Llama 4)."""
+
+    @classmethod
+    def from_model(cls, output: Any) -> "TowerOutput":
+        """Return what the model reads of the output of its `get_image_features`."""
+        pooled = getattr(output, "pooler_output", None)
+        if isinstance(pooled, list | tuple):  # an entry for each image or tile
+            pooled = (torch.cat(tuple(pooled)),)
+        state = output.last_hidden_state if pooled is None else None
+        return cls(pooled, getattr(output, "deepstack_features", None), state)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors with their names."""
+        return {name: each for key, value in vars(self).items() for name, each in _flatten(key, value)}
 
     def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
         """Return the output with `change` applied to all tensors."""
@@ -41,11 +56,9 @@ class FeatureFiles:
         name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
         return self.folder / name[:2] / f"{name}.safetensors"
 
-    def write(self, path: Path, output: Any, grid: torch.Tensor | None) -> None:
+    def write(self, path: Path, output: TowerOutput, grid: torch.Tensor | None) -> None:
         """Write the vision tower's output for one image. Raises UserError if the file cannot be written."""
-        fields = {name: getattr(output, name, None) for name in TowerOutput.__dataclass_fields__}
-        tensors = {name: tensor for key, value in fields.items() for name, tensor in _flatten(key, value)}
-        tensors |= {} if grid is None else {GRID: grid}
+        tensors = output.tensors() | ({} if grid is None else {GRID: grid})
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

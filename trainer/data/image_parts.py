@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import UserError
+from trainer.config.errors import format_count
 from trainer.config.files import read_bytes
 from trainer.data.formats import Shape, describe_type
 
@@ -65,7 +66,7 @@ class ImageParts:
             images = value if isinstance(value, list) else [] if value is None else [value]
         if count != len(images):
             raise UserError(
-                f"{where}: has {len(images)} image{'s' * (len(images) != 1)}, but {count} "
+                f"{where}: has {format_count(len(images), 'image')}, but {count} "
                 f"placeholder{'s' * (count != 1)}; write {MARK} once per image, in the order of the images"
             )
         rest = iter(images)

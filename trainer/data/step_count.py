@@ -1,13 +1,16 @@
 """Compute the number of optimizer steps of a run, and the global batch; used by `validate`, `estimate` and training."""
 
 import math
+from collections.abc import Iterator
 
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
+from trainer.config.errors import format_count
 
 ENOUGH_STEPS = 100
 """Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
+SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
 def steps_per_epoch(samples: int, global_batch_size: int) -> int:
@@ -92,15 +95,16 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     """Describe the steps, such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
-        return f"{training.epochs:g} epochs of {samples or 0:,} samples; batch_size is chosen at the start"
+        return (
+            f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; batch_size is chosen at the start"
+        )
     if training.batch_size == AUTO:
         return f"{total:,}; batch_size is chosen at the start"
     size = global_batch(training, world_size)
     an_epoch = f" ({steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
-    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     return (
-        f"{total:,}{an_epoch}, {size:,} sample{'s' * (size > 1)} in each: batch_size {training.batch_size} x "
-        f"accumulation {training.gradient_accumulation_steps} x {ranks}"
+        f"{total:,}{an_epoch}, {format_count(size, 'sample')} in each: batch_size {training.batch_size} x "
+        f"accumulation {training.gradient_accumulation_steps} x {format_count(world_size, 'rank')}"
     )
 
 
@@ -139,15 +143,33 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
         fixes = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
         fixes += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(
-            f"{total} optimizer steps in total{first} ({samples:,} samples, {size} per step): too few to learn much; "
-            f"set {', or '.join(fixes)}"
+            f"{format_count(total, 'optimizer step')} in total{first} ({format_count(samples or 0, 'sample')}, {size} "
+            f"per step): too few to learn much; set {', or '.join(fixes)}"
         )
+    return [*warnings, *_describe_unreached(config, total)]
+
+
+def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
+    """Yield a warning for each period that is longer than the run, and for patience that outlasts its evaluations."""
+    training, patience = config.training, config.training.early_stopping
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
-    if evaluates and training.eval_steps > total:
-        compares = training.best_checkpoint or training.early_stopping is not None
-        best = ", and best_checkpoint and early_stopping have no losses to compare" * compares
-        warnings.append(
-            f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so it is not evaluated before "
-            f"its end{best}; use {max(1, total // 4)}"
-        )
-    return warnings
+    compares = training.best_checkpoint or patience is not None
+    best = ", and best_checkpoint and early_stopping have no losses to compare" * compares
+    saved_anyway = training.save_minutes or training.best_checkpoint or training.max_steps is None
+    periods = [
+        ("training.eval_steps", training.eval_steps * evaluates, f"it is not evaluated before its end{best}"),
+        ("training.save_steps", training.save_steps * (not saved_anyway), "it is not saved before its end"),
+        ("training.logging_steps", training.logging_steps, "only its last step is logged"),
+    ]
+    if config.task == "image" and config.logging.sample_prompts:
+        periods.append(("image.sample_every", config.image.sample_every, "samples are only drawn at its start and end"))
+    if config.scu.enabled:
+        periods.append(("scu.every", config.scu.every, "lambda is never updated"))
+    length, fix = format_count(total, "step"), f"use {max(1, total // 4)}"
+    for name, steps, effect in periods:
+        if steps > total and (name, steps) != ("training.save_steps", SAVE_STEPS):
+            yield f"{name}={steps}: the run has {length}, so {effect}; {fix}"
+    count = total // training.eval_steps if evaluates and training.eval_steps else 0
+    if patience is not None and 0 < count <= patience:
+        fix = f"use {max(1, count // 4)}, or a smaller training.eval_steps"
+        yield f"training.early_stopping={patience}: after {count:,} evaluations the run has ended; {fix}"

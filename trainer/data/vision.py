@@ -6,7 +6,9 @@ The model's processor (transformers) computes both. Image tokens carry no loss.
 import io
 import random
 import re
+import sys
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import xxhash
 
 from trainer.config import UserError
-from trainer.contract.known_versions import require
+from trainer.contract.known_versions import replaced, require
 from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
@@ -31,12 +33,16 @@ TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
 class ImageReader:
     """A vision-language model's processor, without its video part; can be pickled for workers."""
 
-    def __init__(self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> None:
-        self._arguments = processor_class, image_processor, tokenizer, settings
-        self._processor = _build_processor(*self._arguments)
+    def __init__(
+        self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any], token_id: int
+    ) -> None:
+        """`token_id` is the token that the model replaces by image features."""
+        self._arguments = processor_class, image_processor, tokenizer, settings, token_id
+        self._processor = _build_processor(processor_class, image_processor, tokenizer, settings)
         self._images = image_processor
         self.token: str = self._processor.image_token
-        self.token_ids: list[int] = [token for token in self._processor.image_token_ids if token is not None]
+        ids = {*self._processor.image_token_ids, token_id}
+        self.token_ids = sorted(token for token in ids if token is not None)
 
     def __reduce__(self) -> Any:
         return ImageReader, self._arguments
@@ -73,11 +79,14 @@ class ImageReader:
         edits = [(start, start + len(self.token), new) for start, new in zip(starts, texts, strict=True)]
         return edits, any(is_animated(content) for content, _ in data)
 
-    def build_inputs(self, stored: Sequence[bytes]) -> dict[str, Any]:
-        """Return the model inputs for images, in order, except token ids."""
+    def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
+        """Return the inputs of a model with this `dtype` for images, in order, except token ids."""
         images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
+        inputs, _ = self._process(images, "a batch")
+        if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
+            inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         unused = {*self._processor.unused_input_names, "num_patches"}
-        return {name: value for name, value in self._process(images, "a batch")[0].items() if name not in unused}
+        return {name: value for name, value in inputs.items() if name not in unused}
 
     def mark_image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Return 1 for image tokens, else 0."""
@@ -100,6 +109,8 @@ class ImageReader:
     def _process(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
         """Return the processor's output for images, and the text that replaces each placeholder."""
         settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
+        if hasattr(self._processor, "use_image_special_tokens"):  # an argument of LFM2-VL's method
+            settings["use_image_special_tokens"] = self._processor.use_image_special_tokens
         process = require(self._processor, "_process_images", "transformers")
         try:
             inputs, texts = process(images, **settings)
@@ -113,7 +124,12 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
     skip_check = {"check_argument_for_proper_class": lambda self, name, part: None}
     parts = dict.fromkeys(processor_class.get_attributes())
     parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
-    return type(processor_class.__name__, (processor_class,), skip_check)(**parts, **settings)
+    module = sys.modules[processor_class.__module__]
+    own_class = type(processor_class.__name__, (processor_class,), skip_check)
+    # SmolVLM's processor requires num2words, but only uses it for videos.
+    has_all = getattr(module, "num2words", True) is not None
+    with nullcontext() if has_all else replaced(module, "num2words", str, "transformers"):
+        return own_class(**parts, **settings)
 
 
 def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tuple[str, list[Span]]:
@@ -141,12 +157,12 @@ class PromptImages:
         """Return a rendered prompt with the tokens of the images. Raises UserError if an image cannot be read."""
         return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
 
-    def build_inputs(self, ids: torch.Tensor, arguments: Container[str]) -> Inputs:
-        """Return the model inputs in addition to a prompt's token ids, for a model with these `arguments`."""
+    def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:
+        """Return inputs in addition to a prompt's token ids, for a model with these `arguments` and `dtype`."""
         if not self.stored:
             return {}
         types = {name: self.reader.mark_image_tokens(ids) for name in TYPE_NAMES if name in arguments}
-        return self.reader.build_inputs(self.stored) | types
+        return self.reader.build_inputs(self.stored, dtype) | types
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,8 @@ class ImageInputs:
     """Builds the image inputs of micro-batches for one model."""
 
     reader: ImageReader
+    dtype: torch.dtype
+    """The model's."""
     type_name: str | None
     """Argument of the model that is 1 at image tokens."""
     window: int
@@ -177,7 +195,7 @@ class ImageInputs:
         if not stored:
             return {}
         if self.features is None:
-            inputs = self.reader.build_inputs(stored)
+            inputs = self.reader.build_inputs(stored, self.dtype)
             grids = inputs.get(GRID)
         else:
             output, grids = self.features.read(stored)

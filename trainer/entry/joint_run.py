@@ -1,7 +1,7 @@
 """Train several adapters on one base (`adapters`): each is a `Run` with its own data, loop and folder, in joint passes.
 
 A joint step is one step of each adapter, with the same gradient, clipping, schedule and random numbers as in a separate
-run. Its folder is also that of a separate run: an adapter may resume without the others, or with new ones.
+run. Each adapter's folder is the same as a separate run's, so it may resume without the others, or with new ones.
 """
 
 import copy
@@ -42,7 +42,7 @@ from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.run import Run
 from trainer.setup.build import Builder
 from trainer.setup.joining import define_task, join_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 from trainer.step import NONFINITE, StepInFlight
 
 SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
@@ -50,7 +50,7 @@ SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp"
 
 
 class AdapterEngine:
-    """The engine for one adapter: with only its parameter group of the optimizer, and its own step counts."""
+    """The engine as one adapter's run sees it: only the adapter's optimizer group, with separate step counts."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
@@ -74,7 +74,7 @@ class _Member:
     run: Run
     number: int
     adapter: str
-    """Its name in the model."""
+    """The adapter's name in the model."""
     has_finished: bool = False
     failure: FloatingPointError | None = None
 
@@ -86,7 +86,7 @@ class JointRun:
         self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
         lock: FolderLock | None = None, *, verbose: bool = True,
     ) -> None:  # fmt: skip
-        """Take the arguments of `Run`."""
+        """Prepare a `Run` for each adapter; the arguments are the same as for `Run`."""
         self.config, self._notes, self._lock, self._prepared = loaded.config, loaded.notes, lock, prepared
         self._ranks, self._stop, self._verbose = ranks, stop, verbose
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
@@ -97,6 +97,7 @@ class JointRun:
             quiet = apply_changes(config, {"logging.progress": "off"})
             run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
             run.say = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
+            run.say.shows_start = not self.runs
             self.runs.append(run)
 
     def train(self) -> None:
@@ -122,9 +123,10 @@ class JointRun:
             run, adapter_engine = member.run, AdapterEngine(engine, member.number)
             run.loss, run.resident = self._loss, first.resident
             run.task.flat_packs = first.task.flat_packs
-            with choice.only(member.adapter):
+            with choice.select(member.adapter):
                 run.begin(adapter_engine)
                 run.folder.adapter_form(adapter_engine)
+            run.say.shows_start = True
         progress = self.config.logging.progress if self._ranks.is_main else "off"
         self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
         self._train_steps()
@@ -153,13 +155,13 @@ class JointRun:
             samples, data_ranks = count_samples(run.prepared), config.data_ranks(ranks.world_size)
             resolved = resolve_global_batch(run.config, samples, data_ranks)
             configs.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
-        steps = {each.training.gradient_accumulation_steps for each in configs}
+        steps = {resolved.training.gradient_accumulation_steps for resolved in configs}
         if len(steps) > 1:
             raise UserError(
                 f"training.global_batch_size: gives adapters {' and '.join(map(str, sorted(steps)))} micro-steps per "
                 "step; set training.gradient_accumulation_steps for all adapters, and batch_size for each"
             )
-        kind = kind_of(config)
+        kind = find_model_kind(config)
         longest = max(self.runs, key=lambda run: _find_max_length(run.prepared))
         combined = combine_adapters(config, configs, on_gpu=device.type == "cuda")
         memory = plan_memory(kind.planner, combined, longest.prepared, ranks, device, precision)
@@ -186,11 +188,11 @@ class JointRun:
                 while active := self._find_active_members():
                     self._step(active, hooks)
         except UserError as error:
-            for member in self._unfinished():
-                with suppress(UserError), self._choice.only(member.adapter):
+            for member in self._list_unfinished():
+                with suppress(UserError), self._choice.select(member.adapter):
                     member.run.loop.save_and_raise(error)
             raise
-        stopped = self._unfinished()
+        stopped = self._list_unfinished()
         for member in stopped:
             self._call_loop(member, Loop.end)
         self._stop.agree()
@@ -198,28 +200,28 @@ class JointRun:
             member.run.end(stopped=True)
         self._stop.saved = True
 
-    def _unfinished(self) -> list[_Member]:
+    def _list_unfinished(self) -> list[_Member]:
         return [member for member in self._members if not member.has_finished and member.failure is None]
 
     def _find_active_members(self) -> list[_Member]:
         """Finish the adapters that have completed their last step, and return those with a next step."""
-        for member in self._unfinished():
+        for member in self._list_unfinished():
             if member.run.loop.is_done:
                 self._call_loop(member, Loop.end)
                 if member.failure is None:
-                    with self._choice.only(member.adapter):
+                    with self._choice.select(member.adapter):
                         member.run.end(stopped=False)
                     self._engine.train()
                     self._deactivate(member)
                     self._record({member.number: 0})
-        return [member for member in self._unfinished() if member.run.loop.continues]
+        return [member for member in self._list_unfinished() if member.run.loop.should_continue]
 
     def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
         """Run a joint step, then let each adapter process its results."""
         first = active[0].run
         for member in active:
             member.run.loop.before_step()
-        recovery = first.memory.recovery(self._ranks.world_size)
+        recovery = first.memory.build_recovery(self._ranks.world_size)
         step = first.position.step + 1
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
         for hook in hooks:
@@ -229,7 +231,7 @@ class JointRun:
             self._call_loop(member, Loop.after_step)
         # Show the mean loss; each adapter's metrics have its own.
         latest = [member.run.loop.latest for member in active]
-        losses = [each.loss for each in latest if each is not None]
+        losses = [result.loss for result in latest if result is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
         for hook in hooks:
             hook.after_step(FinishedStep(step, loss, math.nan, 0.0, is_logged=True))
@@ -242,7 +244,7 @@ class JointRun:
         if member.failure is not None:
             return
         try:
-            with self._choice.only(member.adapter):
+            with self._choice.select(member.adapter):
                 call(member.run.loop)
         except FloatingPointError as error:
             member.failure = error
@@ -266,7 +268,8 @@ class JointRun:
         sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
         for index in range(micro_steps):
             is_last = index == micro_steps - 1
-            self._micro_step(active, [each[index] for each in batches], scales, sums, micro_steps if is_last else 0)
+            parts = [micro_batches[index] for micro_batches in batches]
+            self._run_micro_step(active, parts, scales, sums, micro_steps if is_last else 0)
             if is_last:
                 nonfinite = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
                 sums[:, 1] = nonfinite
@@ -286,24 +289,25 @@ class JointRun:
         numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
         return [StepInFlight(row) for row in numbers], [samples for _, samples in fetched]
 
-    def _micro_step(
+    def _run_micro_step(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
         penalty_scale: int,
     ) -> None:  # fmt: skip
         """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
 
-        `penalty_scale` is the number of micro-steps in the last one, which adds the SCU's penalties, and else 0.
+        `penalty_scale` is the number of micro-steps in the last one, which adds the SCU's penalties; 0 in the others.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
         padding = int(active[0].run.prepared.tokenizer.pad_token_id)
         merged = merge_batches(batches, padding)
         width, is_flat = merged.input_ids.shape[1], merged.cu_seqlens is not None
-        sizes = [each.input_ids.numel() if is_flat else len(each.input_ids) * width for each in batches]
+        sizes = [batch.input_ids.numel() if is_flat else len(batch.input_ids) * width for batch in batches]
         rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
         self._loss.observe(merged, engine.device)
-        with self._choice.common(rows, engine.device):
-            losses = self._loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
+        with self._choice.assign_rows(rows, engine.device):
+            counts = [batch.target_count for batch in batches]
+            losses = self._loss.compute_by_part(engine, merged, engine.device, counts)
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
             inactive = set(range(len(flat.buffers))) - {member.number for member in active}
@@ -317,7 +321,7 @@ class JointRun:
                 engine.backward(total)
 
     def _record(self, codes: dict[int, int]) -> None:
-        """Record the folders and exit codes of adapters for `zerolora sweep --table`; of all if `codes` is empty."""
+        """Record adapters' folders and exit codes for `zerolora sweep --table`; an empty `codes` means all adapters."""
         if not self._ranks.is_main:
             return
         if self._lock is not None:
@@ -336,7 +340,7 @@ class JointRun:
         if self._ranks.is_main and not self._stop and not any(run.digest for run in read_sweep(self._folder)):
             outcomes = read_outcomes(self._folder)
             show(self.say.console, outcomes)
-            if any(found.loss is not None for found in outcomes):
+            if any(outcome.loss is not None for outcome in outcomes):
                 self.say(write_page(outcomes, self._folder / PAGE))
         if failed:
             raise FloatingPointError(
@@ -347,7 +351,7 @@ class JointRun:
 def _count_targets(
     batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return [N, 5], summed over ranks: target weight, targets, tokens, requests to stop, and to save, per adapter."""
+    """Return, per adapter and summed over ranks, [N, 5]: target weight, targets, tokens, stop and save requests."""
     rows = []
     for micro_batches, requested in zip(batches, requests, strict=True):
         sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]

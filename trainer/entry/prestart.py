@@ -24,7 +24,7 @@ from trainer.entry.rank import main as train
 from trainer.monitor.console import append_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 from trainer.setup.preflight import prepare_to_resume
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     channel = open_channel()
     # The terminal may be closed during the checks, as in `zerolora train c.yaml | head -1`.
     sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
-    with _quiet():
+    with _silence_libraries():
         import_common_modules()
     config, overrides = argv[0], [word for word in argv[1:] if word != PRESTARTED]
     prepared: Prepared | None
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
     show = partial(print, flush=True)
-    with _exit_on_signals(), _quiet(), phase("checks"):
+    with _exit_on_signals(), _silence_libraries(), phase("checks"):
         try:
             config = load_config(path, overrides).config
             prepared, _ = prepare_to_resume(config, world_size, show)
@@ -72,11 +72,11 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
 
 
 def _read_model_files(path: str, overrides: list[str]) -> Prepared | None:
-    """Read the model's files; leave errors to rank 0, or to the training of this rank."""
+    """Read the model's files; return None after an error, which rank 0 or this rank's training will report."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
-            return kind_of(config).read_files(config)
+            return find_model_kind(config).read_files(config)
     except (UserError, OSError):
         return None
 
@@ -97,8 +97,8 @@ def _exit_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress notices of libraries, such as DeepSpeed without a GPU and retries of the hub."""
+def _silence_libraries() -> Iterator[None]:
+    """Suppress notices of libraries, such as DeepSpeed's about a missing GPU and the hub's about retries."""
     logging.disable(logging.WARNING)
     try:
         yield

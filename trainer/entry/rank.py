@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
             if prepared is not None and prepared.data is not None:
-                check_folder(loaded.config)  # again, as the launcher has locked it since
+                check_folder(loaded.config)  # again, because it was not yet locked at the first check
             else:
                 prepared = prepare(loaded.config, model_files=prepared)
         with phase("join"):
@@ -79,7 +79,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
             resumes = config.training.resume_from_checkpoint == "auto"
             lock = FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
         if token is None:
-            # Those of an earlier run, which a launcher would have removed; the other ranks write theirs later.
+            # Heartbeats of an earlier run, which a launcher would have removed; the other ranks write theirs later.
             clear_heartbeats(run_dir / "logs")
         return lock
 

@@ -68,24 +68,24 @@ class Activations:
         return Activations(*(size * rows for size in astuple(self)))
 
 
-def tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
+def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
     """Return the bytes of one vision tower layer for `image_tokens`, and the bytes that training keeps.
 
     A layer is counted as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = [each for path in find_non_text_modules(base) for each in base.get_submodule(path).modules()]
-    lists = [each for each in parts if isinstance(each, nn.ModuleList)]
+    modules = [module for path in find_non_text_modules(base) for module in base.get_submodule(path).modules()]
+    lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     if not (image_tokens and lists):
         return 0, 0
     layers = max(lists, key=len)
-    linear = [each for each in layers[0].modules() if isinstance(each, nn.Linear) and each.in_features > 1]
+    linear = [module for module in layers[0].modules() if isinstance(module, nn.Linear) and module.in_features > 1]
     config = base.config.vision_config
-    side = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
+    merge_size = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
     if tokens := getattr(base.config, "mm_tokens_per_image", None):
-        side = config.image_size // config.patch_size // tokens**0.5
-    patches = int(image_tokens * side**2) * work.element
-    layer = patches * sum(each.in_features + each.out_features for each in linear)
+        merge_size = config.image_size // config.patch_size // tokens**0.5
+    patches = int(image_tokens * merge_size**2) * work.element
+    layer = patches * sum(module.in_features + module.out_features for module in linear)
     recomputed = work.training.gradient_checkpointing in ("non_reentrant", "reentrant")
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 

@@ -1,7 +1,7 @@
 """Suggestions for configurations that do not fit: concrete settings, each with the memory that it would need."""
 
 from trainer.config import RunConfig
-from trainer.memory.planner import Changes, Choice, Planner, gib
+from trainer.memory.planner import Changes, Choice, Planner, format_gib
 
 MAX_SUGGESTIONS = 3
 
@@ -38,8 +38,8 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
         fix = f"set {enough}" + (f"; helpful but not enough: {less}" if less else "")
     largest = max(estimate.terms, key=lambda name: estimate.terms[name])
     return (
-        f"memory: each GPU needs {gib(estimate.needed)} ({gib(estimate.terms[largest])} of it for {largest}) "
-        f"and {where} {gib(memory)}; {fix}"
+        f"memory: each GPU needs {format_gib(estimate.needed)} ({format_gib(estimate.terms[largest])} of it for "
+        f"{largest}) and {where} {format_gib(memory)}; {fix}"
     )
 
 
@@ -48,7 +48,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
-        limit = planner.largest_batch(config, memory) or 1
+        limit = planner.find_largest_batch(config, memory) or 1
         changes = find_smaller_batch(training.batch_size, training.gradient_accumulation_steps, limit)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
@@ -63,7 +63,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
         candidates.append({"zero.stage": 3})
     if config.zero.stage == 3 and config.zero.gather == "module":
         candidates.append({"zero.gather": "auto"})
-    if planner.decisions(config).shard_group.reason:
+    if planner.build_decisions(config).shard_group.reason:
         candidates.append({"zero.shard_within": "all"})
     if config.adapter == "lora":
         candidates.append({"adapter": "qlora"})

@@ -81,7 +81,8 @@ def estimate(
 
     `tower`: bytes that a vision tower needs before the language model runs.
     """
-    scales = resident_bytes(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
+    frozen = (weight for weight in shapes.weights if not weight.trained)
+    scales = resident_bytes(sum(scale_bytes(weight, placement) for weight in frozen), placement)
     by_module = placement.zero.stage == 3 and not placement.by_layer
     has_adapter = any(weight.factor for weight in shapes.weights)
     resident = {
@@ -215,6 +216,6 @@ def checkpoint_bytes(shapes: Shapes, placement: Placement) -> int:
 
     A checkpoint has the weights, and master weights and moments in 32 bits.
     """
-    kept = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
+    checkpoints = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
     weights = shapes.trained * placement.element
-    return (kept + 1) * (weights + 3 * FP32 * shapes.trained) + weights
+    return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights

@@ -11,8 +11,8 @@ from typing import Generic, Literal, TypeVar
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
 from trainer.config.zero import engine_zero, find_layer_gather_problem, gathers_by_layer
-from trainer.parallel.engine.deepspeed_engine import guards_on_device
-from trainer.parallel.engine.flat_adapter import find_flat_obstacle
+from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
+from trainer.parallel.engine.flat_adapter import find_flat_problem
 from trainer.parallel.ranks.group import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
@@ -53,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Decision(Generic[T]):
-    """A decision and its reason, which is empty for the usual choice."""
+    """A decision and its reason, which is empty for the default choice."""
 
     value: T
     reason: str = ""
@@ -80,7 +80,7 @@ class Decisions:
     siblings: Decision[bool]
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decision[str]
-    """Results that the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    """Results that the backward pass recomputes: `none`, `activations` (of SwiGLU), or `norms` (both)."""
     attention_again: Decision[bool]
     """Whether recomputed layers also recompute attention."""
     mlp_tile: Decision[int]
@@ -100,9 +100,9 @@ class Decisions:
 
     def to_json(self) -> dict[str, dict[str, object]]:
         """Convert the decisions for run.json and `estimate --json`."""
-        return {name: {"value": each.value, "reason": each.reason} for name, each in vars(self).items()}
+        return {name: {"value": choice.value, "reason": choice.reason} for name, choice in vars(self).items()}
 
-    def line(self) -> str:
+    def format_summary(self) -> str:
         """Format the decisions that no other line on the console shows."""
         shown = {
             "attention": self.attention,
@@ -120,27 +120,27 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
 
     `model` is None if the empty model could not be built.
     """
-    own_elementwise = _own_elementwise(config, machine)
-    norms, swiglu, rotary = (_kernels(part, model, own_elementwise) for part in PARTS)
+    own_elementwise = _choose_elementwise(config, machine)
+    norms, swiglu, rotary = (_choose_kernels(part, model, own_elementwise) for part in PARTS)
     zero = engine_zero(config)
-    not_flat = find_flat_obstacle(config)
+    not_flat = find_flat_problem(config)
     return Decisions(
-        attention=_attention(config, machine, model),
+        attention=_choose_attention(config, machine, model),
         own_elementwise=own_elementwise,
         norms=norms,
         swiglu=swiglu,
         rotary=rotary,
-        adapters=_adapters(config, machine),
-        siblings=_siblings(config, machine),
-        recomputed_results=_recomputed_results(config, machine),
-        attention_again=_attention_again(config),
-        mlp_tile=_mlp_tile(config),
-        fused_head=_fused_head(config, machine, model),
-        gather=_gather(config),
-        shard_group=_shard_group(config, machine),
+        adapters=_choose_adapters(config, machine),
+        siblings=_choose_siblings(config, machine),
+        recomputed_results=_choose_recomputed_results(config, machine),
+        attention_again=_choose_attention_again(config),
+        mlp_tile=_choose_mlp_tile(config),
+        fused_head=_choose_fused_head(config, machine, model),
+        gather=_choose_gather(config),
+        shard_group=_choose_shard_group(config, machine),
         flat=Decision(not_flat is None, not_flat or ""),
-        clips_on_device=Decision(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
-        cuda_graphs=_cuda_graphs(config, machine),
+        clips_on_device=Decision(can_guard_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+        cuda_graphs=_choose_cuda_graphs(config, machine),
     )
 
 
@@ -161,7 +161,7 @@ def decide_for_images(config: RunConfig, machine: Machine, model: ModelPropertie
     )
 
 
-def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[str]:
+def _choose_attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[str]:
     """Choose transformers' default, or variable-length kernels for packed sequences if the model supports them."""
     requested = config.model.attn_implementation
     if requested != "auto":
@@ -181,7 +181,7 @@ def _attention(config: RunConfig, machine: Machine, model: ModelProperties | Non
     return Decision(VARLEN)
 
 
-def _own_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
+def _choose_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
     if config.ops.elementwise == "off":
         return Decision(False, "ops.elementwise: off")
     if not machine.on_gpu:
@@ -193,12 +193,12 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
     return Decision(machine.own_kernels, "" if machine.own_kernels else "the CUDA kernels are not built")
 
 
-def _kernels(part: str, model: ModelProperties | None, own_elementwise: Decision[bool]) -> Decision[Kernels]:
+def _choose_kernels(part: str, model: ModelProperties | None, own_elementwise: Decision[bool]) -> Decision[Kernels]:
     refusal = own_elementwise.reason if not own_elementwise.value or model is None else model.elementwise[part]
     return Decision("model", refusal) if refusal or not own_elementwise.value else Decision("ours")
 
 
-def _adapters(config: RunConfig, machine: Machine) -> Decision[str]:
+def _choose_adapters(config: RunConfig, machine: Machine) -> Decision[str]:
     backend = config.ops.backend
     if config.adapter == "none":
         return Decision("none", "all weights are trained")
@@ -213,8 +213,8 @@ def _adapters(config: RunConfig, machine: Machine) -> Decision[str]:
     return Decision("cuda")
 
 
-def _siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
-    if _adapters(config, machine).value in ("none", "peft"):
+def _choose_siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
+    if _choose_adapters(config, machine).value in ("none", "peft"):
         return Decision(False)
     if config.training.qat:
         return Decision(False, "training.qat: each has a separate merged weight")
@@ -225,7 +225,7 @@ def _siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
     return Decision(True)
 
 
-def _recomputed_results(config: RunConfig, machine: Machine) -> Decision[str]:
+def _choose_recomputed_results(config: RunConfig, machine: Machine) -> Decision[str]:
     # Gradient checkpointing keeps none of these, and DeepSpeed's own stage 3 has released the norm's weight by then.
     if config.ops.recompute == "none" or config.adapter == "none":
         return Decision("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
@@ -234,12 +234,12 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decision[str]:
         return Decision("none", "training.gradient_checkpointing")
     if engine_zero(config).stage == 3:
         return Decision("none", "zero.gather: module")
-    if not _own_elementwise(config, machine).value:
+    if not _choose_elementwise(config, machine).value:
         return Decision("none", "the model's kernels are used")
     return Decision(config.ops.recompute)
 
 
-def _attention_again(config: RunConfig) -> Decision[bool]:
+def _choose_attention_again(config: RunConfig) -> Decision[bool]:
     training = config.training
     if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
         return Decision(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
@@ -249,7 +249,7 @@ def _attention_again(config: RunConfig) -> Decision[bool]:
     return Decision(True)
 
 
-def _mlp_tile(config: RunConfig) -> Decision[int]:
+def _choose_mlp_tile(config: RunConfig) -> Decision[int]:
     requested = config.training.tiled_mlp
     if not requested:
         return Decision(0, "training.tiled_mlp: false")
@@ -262,7 +262,7 @@ def _mlp_tile(config: RunConfig) -> Decision[int]:
     return Decision(0, problem[1]) if problem else Decision(AUTO_TILE)
 
 
-def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[bool | None]:
+def _choose_fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[bool | None]:
     if model is not None and model.head:
         return Decision(False, model.head)
     if config.adapter == "none":
@@ -272,7 +272,7 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | No
     return Decision(True if model is not None and model.head is not None else None)
 
 
-def _cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | None]:
+def _choose_cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | None]:
     requested = config.training.cuda_graphs
     if requested == "off":
         return Decision(False, "training.cuda_graphs: off")
@@ -280,12 +280,12 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | None]:
         return Decision(False, "no GPU")
     if problem := find_feature_problem("graphs", config):
         return Decision(False, problem[1])
-    if _mlp_tile(config).value:
+    if _choose_mlp_tile(config).value:
         return Decision(False, TILES_NO_GRAPHS)
     return Decision(True, "as configured") if requested == "on" else Decision(None)
 
 
-def _shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
+def _choose_shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
     if config.zero.stage < 3 or not gathers_by_layer(config):
         return Decision(machine.world_size)
     within = config.zero.shard_within
@@ -294,7 +294,7 @@ def _shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
     return Decision(size) if len(groups) == 1 else Decision(size, f"zero.shard_within: {within}")
 
 
-def _gather(config: RunConfig) -> Decision[str]:
+def _choose_gather(config: RunConfig) -> Decision[str]:
     if config.zero.stage < 3:
         return Decision("none")
     if gathers_by_layer(config):

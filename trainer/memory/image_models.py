@@ -17,7 +17,7 @@ from trainer.memory.activations import Activations
 from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
-from trainer.memory.observed import Meter, flash_attention
+from trainer.memory.observed import Meter, substitute_attention
 from trainer.memory.planner import Changes, Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
@@ -43,12 +43,12 @@ class ImagePlanner(Planner):
     @classmethod
     def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
         pipeline: Pipeline = prepared.model_config
-        count, text = None, caption_shapes(pipeline)
+        count, text = None, find_caption_shapes(pipeline)
         if prepared.data is not None:
             samples = prepared.data.train
             count, caption = len(samples), samples.store.conditions(samples[0].caption)
             text = {name: tuple(value.shape) for name, value in caption.items()}
-        return cls(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
+        return cls(read_image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
 
     @staticmethod
     def halve_samples(config: RunConfig) -> Changes:
@@ -62,9 +62,10 @@ class ImagePlanner(Planner):
         if recompute and training.offload_activations:
             activations = replace(activations, kept=0)
         rows = training.batch_size * (2 if config.image.prior is not None else 1)
-        return estimate(self.shapes, None, self._placement(config, self.decisions(config)), activations.scale(rows))
+        placement = self._build_placement(config, self.build_decisions(config))
+        return estimate(self.shapes, None, placement, activations.scale(rows))
 
-    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+    def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none
 
     @cached_property
@@ -72,7 +73,7 @@ class ImagePlanner(Planner):
         return cache(partial(observe_activations, self.pipeline, self.text))
 
 
-def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
+def read_image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
     """Return the weights of the adapted model by block, and layers without widths."""
     model = _build_meta_model(pipeline, lora)
     base = model.get_base_model()
@@ -94,9 +95,9 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
-    fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+    new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
     with init_empty_weights():
-        return apply_adapter(model, fresh, torch.float32, task_type=None)
+        return apply_adapter(model, new_adapter, torch.float32, task_type=None)
 
 
 def observe_activations(
@@ -111,14 +112,14 @@ def observe_activations(
     denoiser = model.get_base_model().denoiser.train()
     if recompute:
         denoiser.enable_gradient_checkpointing()
-    with flash_attention(), (meter := Meter(model)):
-        output = model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
+    with substitute_attention(), (meter := Meter(model)):
+        output = model(*_build_inputs(pipeline, text, side // pipeline.downsampling, dtype))
         kept = meter.live
         torch.autograd.backward(output, torch.empty_like(output))
     return Activations(kept, meter.peak - kept)
 
 
-def _inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
@@ -126,14 +127,14 @@ def _inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: torch.dty
     return noisy, torch.empty(1, device="meta"), conditions
 
 
-def caption_shapes(pipeline: Pipeline) -> CaptionShapes:
+def find_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
     """Return the shapes of an encoded caption, for use without data."""
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
-    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_pooled(settings),)}
+    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_find_pooled_width(settings),)}
 
 
-def _pooled(settings: Any) -> int:
+def _find_pooled_width(settings: Any) -> int:
     if settings.get("pooled_projection_dim"):
         return int(settings["pooled_projection_dim"])
     projected = settings.get("projection_class_embeddings_input_dim")

@@ -19,7 +19,7 @@ from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
 from trainer.model.stored_settings import StoredForm, find_stored_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
-from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
+from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_base_model
 
 
 def read_shapes(
@@ -31,19 +31,19 @@ def read_shapes(
     """
     from accelerate import init_empty_weights
 
-    kept, in_mxfp4 = find_stored_form(model_config), is_mxfp4(model_config)
+    stored, in_mxfp4 = find_stored_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
     head, properties = find_output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.
-        fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+        new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
-            model = apply_adapter(model, fresh, torch.float32)
-    unfused_head = why_head_apart(model)
+            model = apply_adapter(model, new_adapter, torch.float32)
+    unfused_head = find_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
-    weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, kept=kept))
+    weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))
     new_rows = max(0, vocabulary_at_least - rows)
     if new_rows:
         per_row = hidden * (1 if tied else 2)
@@ -56,29 +56,30 @@ def read_shapes(
         layers=reduce_to_kinds(blocks),
         properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),
         model=model,
-        stored="" if kept is None else kept.scaled,
+        stored="" if stored is None else stored.scaled,
     )
 
 
 def read_weights(
-    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, kept: StoredForm | None = None
-) -> Iterator[Weight]:
-    """Yield every parameter with the index of its block; `kept` is the format of stored linear layers, if any."""
-    stored_bits = 0 if kept is None else 4 if kept.scaled == "groups" else 8
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool,
+    stored: StoredForm | None = None,
+) -> Iterator[Weight]:  # fmt: skip
+    """Yield every parameter with the index of its block; `stored` is the quantized format of the checkpoint."""
+    stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     modules = {
         path: module
         for path, module in model.named_modules()
-        if kept is None or kept.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
+        if stored is None or stored.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
     packable = {id(module.weight) for module in modules.values() if is_linear(module) and module is not head}
-    experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
-    packable |= {id(each) for module in modules.values() for each in find_expert_weights(module).values()}
+    experts = {id(weight): len(weight) for module in model.modules() for weight in find_expert_weights(module).values()}
+    packable |= {id(weight) for module in modules.values() for weight in find_expert_weights(module).values()}
     transposed = {
-        id(each)
+        id(weight)
         for module in modules.values()
         if is_transposed(module)
-        for each in find_expert_weights(module).values()
+        for weight in find_expert_weights(module).values()
     }
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
@@ -93,5 +94,5 @@ def read_weights(
             factor="lora_" in name,
             rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
             stored_bits=stored_bits if frozen else 0,
-            stored_scales=kept.scale_bytes(matrix.shape) if kept is not None and frozen else 0,
+            stored_scales=stored.scale_bytes(matrix.shape) if stored is not None and frozen else 0,
         )

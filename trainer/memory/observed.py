@@ -56,7 +56,7 @@ class Kernels:
     """Whether our operators compute norms, SwiGLU and rotary embedding where possible."""
     frozen_norms: bool
     recomputed: str
-    """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
+    """What our kernels recompute in the backward pass: `none`, `activations` (of SwiGLU), or `norms` (both)."""
     fused: bool
     """Whether our operator computes adapted layers."""
     separate: bool
@@ -101,7 +101,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._kernels, self.measuring = kernels, False
         self.live = self.peak = self.internal = 0
-        self._sizes = {int(each.untyped_storage()._cdata): 0 for each in (*model.parameters(), *model.buffers())}
+        self._sizes = {int(tensor.untyped_storage()._cdata): 0 for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -133,8 +133,8 @@ class Meter(TorchDispatchMode):
             return 0
         weights = args[2] if backward else args[1]
         if self._kernels.eight_bit:
-            return sum(each.numel() for each in (*weights, *args[0])) if backward else 0
-        sizes = [each.nbytes for each in weights]
+            return sum(tensor.numel() for tensor in (*weights, *args[0])) if backward else 0
+        sizes = [weight.nbytes for weight in weights]
         return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)
 
 
@@ -159,7 +159,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
     layers: dict[int, Layer] = {}
     meter = Meter(model, kernels)
     try:
-        with flash_attention(copied=kernels.copied_heads), forbid_triton(), meter:
+        with substitute_attention(copied=kernels.copied_heads), forbid_triton(), meter:
             results = _watch(shapes, meter, layers)
             _install(model, kernels)
             results.clear()
@@ -175,7 +175,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
     return layers
 
 
-def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
+def count_rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
     """Return the number of rows above which memory grows linearly; our kernels recompute only large inputs."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
@@ -242,7 +242,7 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
     """Replace the forward of experts without an adapter, since transformers' code fails on the meta device."""
     from trainer.model.expert_adapter import ParamWrapper
 
-    wrapped = {id(each.get_base_layer()) for each in model.modules() if isinstance(each, ParamWrapper)}
+    wrapped = {id(module.get_base_layer()) for module in model.modules() if isinstance(module, ParamWrapper)}
     for experts in expert_modules(model).values():
         if id(experts) in wrapped or takes_all_tokens(experts):
             continue
@@ -315,10 +315,10 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
-        by_token = query.stride(1) < query.stride(2)  # the result has the layout of the queries
-        first, second = (length, heads) if by_token else (heads, length)
+        measure_by_token = query.stride(1) < query.stride(2)  # the result has the layout of the queries
+        first, second = (length, heads) if measure_by_token else (heads, length)
         result = query.new_empty(batch, first, second, value.shape[-1])
-        result = result.transpose(1, 2) if by_token else result
+        result = result.transpose(1, 2) if measure_by_token else result
         converted_mask = None if mask is None else query.new_empty(mask.shape)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, log_sums, converted_mask)
@@ -327,7 +327,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None
+        return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None
 
 
 class _Scan(torch.autograd.Function):
@@ -341,22 +341,23 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:-1])
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:-1])
 
 
 def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
-    result = _Scan.apply(*(each for each in inputs if isinstance(each, Tensor)))
+    result = _Scan.apply(*(value for value in inputs if isinstance(value, Tensor)))
     return (result, None) if return_final_states else result
 
 
 @replaces("`scaled_dot_product_attention`")
 @contextmanager
-def flash_attention(*, copied: bool = False) -> Iterator[None]:
+def substitute_attention(*, copied: bool = False) -> Iterator[None]:
     """Replace attention within the block; on the meta device torch would decompose it and save the scores."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
         if copied and key.shape[1] != query.shape[1]:
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return _Flash.apply(query, key, value, attn_mask)
 
     original = F.scaled_dot_product_attention

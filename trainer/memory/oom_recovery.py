@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory(UserError):
-    """A step did not fit; `exit_code` tells the launcher whether to restart with the settings of the restart note."""
+    """A step did not fit in memory; with `exit_code` EXIT_RESTART, the launcher restarts as the restart note says."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -51,12 +51,13 @@ class Recovery:
             if not (isinstance(error, torch.OutOfMemoryError) or in_library):
                 raise
             try:
-                raise self._failure(step, saved_at) from error
+                raise self._record_restart(step, saved_at) from error
             except UserError:
                 traceback.print_exc()  # into this rank's log, which the launcher reads
                 raise
 
-    def _failure(self, step: int, saved_at: int) -> UserError:
+    def _record_restart(self, step: int, saved_at: int) -> UserError:
+        """Write a restart note if a smaller micro-batch can help; return the error to raise."""
         training = self._config.training
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:

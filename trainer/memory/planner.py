@@ -13,11 +13,11 @@ from trainer.config.checks import check_combinations
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Activations, Work, add_layers, tower_activations
+from trainer.memory.activations import Activations, Work, add_layers, estimate_tower_activations
 from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
+from trainer.memory.observed import Kernels, Layer, count_rows_to_observe, observe_layers
 from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
 from trainer.parallel.ranks.group import list_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
@@ -25,7 +25,7 @@ from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 LARGEST_BATCH = 256
 """Larger micro-batches are not faster on any GPU."""
 SPARE = 0.05
-"""Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
+"""Fraction of the peak that `find_largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
 """Models without attention that loop over tokens in Python, and the tokens to observe: memory grows linearly."""
 MIN_HALVED_LENGTH = 256
@@ -81,7 +81,7 @@ class Choice:
 
     def __str__(self) -> str:
         values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
-        return " ".join(f"{name}={value}" for name, value in values.items()) + f" ({gib(self.needed)})"
+        return " ".join(f"{name}={value}" for name, value in values.items()) + f" ({format_gib(self.needed)})"
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Planner:
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
-        decided = self.decisions(config)
-        work, placement = self.build_work(config, decided), self._placement(config, decided)
+        decided = self.build_decisions(config)
+        work, placement = self.build_work(config, decided), self._build_placement(config, decided)
         activations = self.estimate_activations(work)
         images = self.lengths.images * work.rows * (not config.vision.cache)
-        tower, kept = tower_activations(self.shapes.model, images, work)
-        activations = replace(activations, kept=activations.kept + kept * (config.vision.train == "lora"))
+        tower, tower_kept = estimate_tower_activations(self.shapes.model, images, work)
+        activations = replace(activations, kept=activations.kept + tower_kept * (config.vision.train == "lora"))
         return estimate(self.shapes, work, placement, activations, tower)
 
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
@@ -129,8 +129,8 @@ class Planner:
 
         Weights are gathered in the forward and in the backward pass of each micro-step. Gradients are summed in a ring.
         """
-        decided, machine = self.decisions(config), self.machine
-        placement = self._placement(config, decided)
+        decided, machine = self.build_decisions(config), self.machine
+        placement = self._build_placement(config, decided)
         hosts = machine.hosts or ("",) * machine.world_size
         within = config.zero.shard_within if decided.gather.value == "layer" else "all"
         group = list_groups(within, hosts)[0]
@@ -165,12 +165,12 @@ class Planner:
         ]
         return [self.try_changes(config, changes) for changes in variations]
 
-    def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
+    def find_lowest_stage(self, config: RunConfig, memory: int) -> int | None:
         """Return the lowest stage with an estimate within `memory` bytes, with the configured offload."""
         choices = (self.try_changes(config, {"zero.stage": stage}) for stage in STAGES)
         return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
-    def largest_useful_batch(self, config: RunConfig) -> int:
+    def find_largest_useful_batch(self, config: RunConfig) -> int:
         """Return the largest useful micro-batch regardless of memory."""
         global_batch, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
         if global_batch not in (None, AUTO):
@@ -180,9 +180,9 @@ class Planner:
             return min(LARGEST_BATCH, max(1, epoch))
         return LARGEST_BATCH
 
-    def largest_batch(self, config: RunConfig, memory: int) -> int:
+    def find_largest_batch(self, config: RunConfig, memory: int) -> int:
         """Return the largest micro-batch within `memory` bytes, less `SPARE` for several rows; 0 if none fits."""
-        fits, too_large = 0, self.largest_useful_batch(config) + 1
+        fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
             estimate = self.estimate(apply_changes(config, {"training.batch_size": middle}))
@@ -200,14 +200,14 @@ class Planner:
         2 or the highest that other settings allow, and micro-batch 1.
         """
         if config.training.gradient_checkpointing != "auto":
-            return self._resolved(config, memory)
-        without = self._resolved(apply_changes(config, {RECOMPUTATION: "none"}), memory)
+            return self._resolve(config, memory)
+        without = self._resolve(apply_changes(config, {RECOMPUTATION: "none"}), memory)
         if memory is None or self.estimate(without).needed <= memory:
             return without
-        all_layers = self._resolved(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
-        return all_layers if self.estimate(all_layers).needed > memory else self._fewest_layers(all_layers, memory)
+        all_layers = self._resolve(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
+        return all_layers if self.estimate(all_layers).needed > memory else self._find_fewest_layers(all_layers, memory)
 
-    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+    def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
         """Return the configuration with the smallest number of recomputed layers that fits `memory`."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
@@ -219,7 +219,7 @@ class Planner:
                 too_few = middle
         return best
 
-    def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
+    def _resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, config.data_ranks(self.machine.world_size)
         config = resolve_global_batch(config, samples, ranks)
         auto_batch = config.training.batch_size == AUTO
@@ -229,13 +229,13 @@ class Planner:
             config = apply_changes(config, {"zero.stage": self._choose_stage(config, memory)})
         config = self._choose_shard_group(config, memory)
         if auto_batch and memory is not None:
-            config = apply_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
+            config = apply_changes(config, {"training.batch_size": max(1, self.find_largest_batch(config, memory))})
         config = resolve_global_batch(config, samples, ranks)
         check_combinations(config)
         return config
 
     def _choose_shard_group(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Replace zero.shard_within: auto at stage 3 by `host` if the shards of a host fit, otherwise by `all`."""
+        """Replace zero.shard_within: auto at stage 3 with `host` if the shards of a host fit, otherwise with `all`."""
         if config.zero.stage != 3 or config.zero.shard_within != "auto":
             return config
         host = apply_changes(config, {"zero.shard_within": "host"})
@@ -244,7 +244,7 @@ class Planner:
 
     def _choose_stage(self, config: RunConfig, memory: int | None) -> int:
         """Return the lowest stage that fits, or CPU_STAGE without a GPU; if not possible, the highest allowed one."""
-        if memory is not None and (stage := self.lowest_stage(config, memory)) is not None:
+        if memory is not None and (stage := self.find_lowest_stage(config, memory)) is not None:
             return stage
         choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
         allowed = [stage for stage, choice in choices.items() if choice.estimate is not None]
@@ -252,16 +252,16 @@ class Planner:
             raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].refusal}")
         return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
-    def decisions(self, config: RunConfig) -> Decisions:
+    def build_decisions(self, config: RunConfig) -> Decisions:
         return self.decide(config, self.machine, self.shapes.properties)
 
     def build_work(self, config: RunConfig, decided: Decisions) -> Work:
         training = config.training
-        kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
+        kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_room
         if room is not None:
-            room = max(0, room - offloaded_bytes(self.shapes, self._placement(config, decided)))
-        reference = _reference_rows(config)
+            room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
+        reference = _count_reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
             reference_rows=reference,
@@ -275,7 +275,7 @@ class Planner:
             host_room=room,
         )
 
-    def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
+    def _build_kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
@@ -306,15 +306,16 @@ class Planner:
         plain = replace(work.kernels, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
-            for observed in (self._layers(kernels, work.rows) for kernels in (work.kernels, plain))
+            for observed in (self._estimate_layers(kernels, work.rows) for kernels in (work.kernels, plain))
         )
         return add_layers(layers, plain_layers, work.larger_pass / work.rows, work)
 
-    def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
+    def _estimate_layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            single, double = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
+            short = (replace(kernels, length=length) for length in (SHORT, 2 * SHORT))
+            single, double = (self._estimate_layers(variant, rows) for variant in short)
             return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
-        linear_from = rows_to_observe(self.shapes, kernels)
+        linear_from = count_rows_to_observe(self.shapes, kernels)
         if rows <= linear_from:
             return self._observe(kernels, rows)
         single, double = (self._observe(kernels, count) for count in (linear_from, 2 * linear_from))
@@ -324,7 +325,7 @@ class Planner:
     def _observe(self) -> Callable[[Kernels, int], dict[int, Layer]]:
         return cache(partial(observe_layers, self.shapes))
 
-    def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
+    def _build_placement(self, config: RunConfig, decided: Decisions) -> Placement:
         return Placement(
             config.zero,
             config.training,
@@ -335,10 +336,10 @@ class Planner:
             flat=decided.flat.value,
             element=self._element,
             shard_group=decided.shard_group.value,
-            base_states=self._base_states(config, decided),
+            base_states=self._base_state_bytes(config, decided),
         )
 
-    def _base_states(self, config: RunConfig, decided: Decisions) -> int:
+    def _base_state_bytes(self, config: RunConfig, decided: Decisions) -> int:
         """Return the bytes of scu.reference_cache for a run long enough to use it; 0 if its size is unknown."""
         scu = config.scu
         kl = scu.enabled and scu.measure == "kl"
@@ -359,7 +360,7 @@ OFFLOADS: dict[str, Changes] = {
 }
 
 
-def _reference_rows(config: RunConfig) -> int:
+def _count_reference_rows(config: RunConfig) -> int:
     """Return the rows that `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
     scu, training = config.scu, config.training
     if not scu.enabled or scu.measure != "kl":
@@ -384,15 +385,15 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
     """Return the configuration that builds and estimates `adapters` as one, with the sum of their ranks and rows.
 
-    `runs` are the configurations of the adapters. On a CPU, where a single run has PEFT's layers, the operators are
-    plain torch.
+    `runs` are the configurations of the adapters. On a CPU, `ops.backend: auto` selects the operators in plain torch,
+    because PEFT's layers compute one adapter at a time.
     """
-    first, longest = runs[0], max(runs, key=lambda each: each.dataset.max_length)
+    first, longest = runs[0], max(runs, key=lambda run: run.dataset.max_length)
     combined = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})
     changes: Changes = {
-        "lora.r": sum(each.lora.r for each in runs),
+        "lora.r": sum(run.lora.r for run in runs),
         "lora.rank_pattern": {},
-        "training.batch_size": sum(each.training.batch_size for each in runs),
+        "training.batch_size": sum(run.training.batch_size for run in runs),
         "training.global_batch_size": None,
         "training.cuda_graphs": "off",
     }
@@ -401,7 +402,7 @@ def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bo
     return apply_changes(combined, changes)
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """Format bytes as GiB, or as MiB below 0.1 GiB."""
     if size < GIB / 10:
         return f"{size / 2**20:.1f} MiB"

@@ -16,12 +16,12 @@ from trainer.memory.bytes import CONTEXT, Estimate
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.observed import NoEstimate
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, gib
+from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, format_gib
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
-from trainer.patches.recompute import free_host_memory
+from trainer.patches.recompute import compute_host_room
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MemoryPlan:
     planner: type[Planner]
     notes: tuple[str, ...] = ()
 
-    def recovery(self, world_size: int) -> Recovery:
+    def build_recovery(self, world_size: int) -> Recovery:
         """Return the handler of out-of-memory errors in the run's steps."""
         return Recovery(self.config, world_size, self.planner)
 
@@ -59,9 +59,10 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            return f"{'memory':<12} peak {gib(measured)}{'' if on_gpu else ' of the whole process'}, no estimate"
+            why = "this model has no estimate" if on_gpu else "of a whole process; only GPUs have an estimate"
+            return f"{'memory':<12} peak {format_gib(measured)} ({why})"
         error = measured / estimate.peak - 1
-        return f"{'memory':<12} {gib(estimate.peak)} predicted, {gib(measured)} measured ({error:+.1%})"
+        return f"{'memory':<12} {format_gib(estimate.peak)} predicted, {format_gib(measured)} measured ({error:+.1%})"
 
 
 def plan_memory(
@@ -70,10 +71,10 @@ def plan_memory(
     """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
     Rank 0 estimates for the GPU with the least free memory and broadcasts the plan. Raises UserError on every rank,
-    with the figures and suggested changes, unless training.ignore_memory_check is set.
+    with both sizes and suggested changes, unless training.ignore_memory_check is set.
     """
-    memory = _least_free(config, device)
-    free_by_rank = gather_objects((host_name(), free_host_memory()))
+    memory = _measure_least_free(config, device)
+    free_by_rank = gather_objects((host_name(), compute_host_room()))
     hosts = tuple(host for host, _ in free_by_rank)
     room = min(free // hosts.count(host) for host, free in free_by_rank)
 
@@ -113,7 +114,7 @@ def plan_for_machine(
     notes = []
     if has_auto:
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
-        reason = f"{gib(estimate.peak)} estimated" if memory is not None else "the defaults without a GPU"
+        reason = f"{format_gib(estimate.peak)} estimated" if memory is not None else "the defaults without a GPU"
         notes.append(f"auto: {chosen}, {reason}")
     if config.training.gradient_checkpointing == "auto" and memory is not None:
         notes.append(describe_recomputation(planner, resolved, memory))
@@ -124,28 +125,31 @@ def plan_for_machine(
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, estimate, planner.decisions(resolved), kind, tuple(notes))
+    return MemoryPlan(resolved, estimate, planner.build_decisions(resolved), kind, tuple(notes))
 
 
 def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
-    """Return a line that explains how `training.gradient_checkpointing: auto` was resolved."""
+    """Describe how `training.gradient_checkpointing: auto` was resolved, in one line."""
     training, estimate = resolved.training, planner.estimate(resolved)
     mode, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
-    line = f"auto: gradient checkpointing {mode}{which}, {gib(estimate.needed)} estimated"
+    line = f"auto: gradient checkpointing {mode}{which}, {format_gib(estimate.needed)} estimated"
     without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
-    return line if mode == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
+    needed, available = format_gib(without.needed), format_gib(memory)
+    return line if mode == "none" else f"{line}; without it {needed} of {available} available"
 
 
 def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     """Return a warning if host memory has no room for all offloaded activations, otherwise an empty string."""
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
-    work = planner.build_work(resolved, planner.decisions(resolved))
-    needed, fitting = (planner.estimate_activations(each).on_host for each in (replace(work, host_room=None), work))
+    work = planner.build_work(resolved, planner.build_decisions(resolved))
+    needed = planner.estimate_activations(replace(work, host_room=None)).on_host
+    fitting = planner.estimate_activations(work).on_host
     if fitting == needed:
         return ""
-    problem = f"training.offload_activations: host memory has room for {gib(fitting)} of {gib(needed)} per rank"
+    room = f"{format_gib(fitting)} of {format_gib(needed)} per rank"
+    problem = f"training.offload_activations: host memory has room for {room}"
     return f"[yellow]warning:[/yellow] {problem}; the rest stays on the GPU"
 
 
@@ -159,7 +163,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
     return ops.predict_backend(config.ops.backend) == "cuda"
 
 
-def _least_free(config: RunConfig, device: torch.device) -> int | None:
+def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
     """Return the least free bytes of any rank's GPU, plus its CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None

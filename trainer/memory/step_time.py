@@ -19,7 +19,7 @@ from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 REFERENCE_CARD = "H100"
-"""The card that stands in, with a note, for cards without measurements."""
+"""The card whose measurements are used, with a note, for cards without measurements."""
 RECOMPUTED_FORWARD = 0.3
 """Time to recompute a layer's forward pass as a fraction of the layer's time in a step, both without attention."""
 SKEW = 0.0035
@@ -69,12 +69,12 @@ class StepTime:
 
 
 def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
-    """Return the time of a step of a configuration without `auto`, and a note on figures that are assumed.
+    """Return the time of a step of a configuration without `auto`, and a note on assumed values.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError for
     configurations without a predictable speed.
     """
-    decided, training, machine = planner.decisions(config), config.training, planner.machine
+    decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
         reason = "the speed of gathers by module and of offloading is not predicted"
@@ -82,8 +82,8 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     measured, utilization, note = _find_measured(planner, config, card)
     work = planner.build_work(config, decided)
     accumulation, ranks = training.gradient_accumulation_steps, machine.world_size
-    fraction = _recomputed_fraction(config, len(planner.shapes.layers))
-    compute = _predict_compute(planner, config, work, fraction, measured, peak_flops(card) * utilization)
+    fraction = _compute_recomputed_fraction(config, len(planner.shapes.layers))
+    compute = _predict_compute(planner, config, work, fraction, measured, find_peak_flops(card) * utilization)
     gather, gathers = _predict_gathers(planner, config, measured["link"], network)
     slowed = compute + measured["interference"] * min(gather, compute)
     added = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
@@ -101,7 +101,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
 
 
 def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
-    """Return the figures of a card or of REFERENCE_CARD, its utilization for this base, and a note on assumptions."""
+    """Return the measurements of a card or REFERENCE_CARD, its utilization for this base, and a note on assumptions."""
     measured, note = CARDS.get(card), ""
     if measured is None:
         measured = CARDS[REFERENCE_CARD]
@@ -114,7 +114,7 @@ def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict
     return measured, utilization.get(kind, utilization.get("bf16", measured["utilization"]["bf16"])), note
 
 
-def _recomputed_fraction(config: RunConfig, layers: int) -> float:
+def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
     """Return the fraction of the layers' forward pass that is recomputed."""
     mode = config.training.gradient_checkpointing
     if mode in ("none", "selective"):
@@ -128,9 +128,9 @@ def _predict_compute(
     """Return the seconds of a micro-step's computation: attention at its own rate, all else at `rate` FLOP/s."""
     ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
     linear = count_flops(planner.shapes, work.rows, work.kernels.length, min(work.targets, work.kernels.length))
-    attention = attention_flops(planner.shapes, work.rows, length) / ranks
+    attention = count_attention_flops(planner.shapes, work.rows, length) / ranks
     speeds = measured["attention"]
-    forward, backward = speeds[max((each for each in speeds if each <= length), default=min(speeds))]
+    forward, backward = speeds[max((shortest for shortest in speeds if shortest <= length), default=min(speeds))]
     selective = config.training.gradient_checkpointing == "selective"
     recomputed = fraction if config.training.recompute_attention and not selective else 0.0
     layers = linear / rate * (1 + RECOMPUTED_FORWARD * fraction)
@@ -158,7 +158,7 @@ def _predict_exchanges(
     ranks = config.parallel.sequence
     if ranks == 1:
         return 0.0, []
-    heads, size = _heads(planner.shapes)
+    heads, size = _read_heads(planner.shapes)
     keys = getattr(planner.shapes.model.config.get_text_config(), "num_key_value_heads", None) or heads
     widths = 2 * (heads + keys * ranks // math.gcd(keys, ranks)) * size
     passes = (2 + fraction * config.training.recompute_attention) * len(planner.shapes.layers)
@@ -168,7 +168,7 @@ def _predict_exchanges(
     return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]
 
 
-def peak_flops(card: str) -> float:
+def find_peak_flops(card: str) -> float:
     """Return the dense 16-bit FLOP/s of a card; raises UserError if it is unknown."""
     if card not in PEAK_TFLOPS:
         raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
@@ -186,13 +186,13 @@ def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
     return tokens * per_token + 4.0 * shapes.vocabulary * shapes.hidden * targets * rows
 
 
-def attention_flops(shapes: Shapes, rows: int, length: int) -> float:
+def count_attention_flops(shapes: Shapes, rows: int, length: int) -> float:
     """Return the FLOPs of causal attention over whole sequences in one forward pass: 2 L^2 x heads x head size."""
-    heads, size = _heads(shapes)
+    heads, size = _read_heads(shapes)
     return 2.0 * rows * length**2 * heads * size * len(shapes.layers)
 
 
-def _heads(shapes: Shapes) -> tuple[int, int]:
+def _read_heads(shapes: Shapes) -> tuple[int, int]:
     config = shapes.model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", 0)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

@@ -144,7 +144,7 @@ def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of a temporary merged weight Q(W + s B A) and of its rounding."""
     if not placement.training.qat:
         return 0
-    largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
+    largest = max((weight.elements for weight in shapes.weights if weight.packable and not weight.experts), default=0)
     return round_up(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 

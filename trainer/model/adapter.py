@@ -24,7 +24,7 @@ from trainer.model.targets import (
     resolve_targets,
 )
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
-from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
+from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.ranks.group import set_seed
@@ -116,10 +116,7 @@ def apply_adapter(
     if task_type and has_score(model.config):
         task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
     if lora.adapter_path:
-        error_prefix = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
-        adapted = load_adapter(
-            model, lora.adapter_path, error_prefix=error_prefix, trainable=True, dropout=lora.dropout
-        )
+        adapted = load_initial_adapter(model, lora)
     else:
         token_ids = {path: added_token_ids for path in find_token_layers(model, lora)} if added_token_ids else None
         targets, excluded = resolve_targets(model, lora), build_exclusion_pattern(model, lora)
@@ -142,6 +139,12 @@ def apply_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
+    """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if it does not fit."""
+    error_prefix = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
+    return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
 
 def apply_adapters(
@@ -239,7 +242,7 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters; packed weights count with their unpacked size."""
     trainable = total = 0
-    trained = {id(parameter) for _, parameter in trained_parameters(model)}
+    trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
             continue  # PEFT's parameters, which are views of this buffer, are counted instead
@@ -285,7 +288,7 @@ class GradientCheck:
         """Register the hooks; pass `finite=False` for fp16, where the first loss scales may overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
-        trained = trained_parameters(model)
+        trained = list_trained_parameters(model)
         self._names = [name for name, _ in trained]
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()

@@ -19,7 +19,7 @@ import ops
 from ops.experts import Activation
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
-from trainer.parallel.engine.linear_layers import packed_experts_layout
+from trainer.parallel.engine.linear_layers import get_packed_experts_layout
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -47,7 +47,7 @@ def adapted_forward(
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = run_in_torch, (hidden, index, weights)
     if any(
-        packed_experts_layout(weight) is not None or is_partitioned(weight)
+        get_packed_experts_layout(weight) is not None or is_partitioned(weight)
         for weight in experts.parameters(recurse=False)
     ):
         # The backward pass dequantizes or gathers the weights again instead of keeping them.
@@ -91,7 +91,7 @@ def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | 
 
 def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     weight = getattr(experts, name)
-    layout = packed_experts_layout(weight)
+    layout = get_packed_experts_layout(weight)
     if layout is None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
     from trainer.model.packed_experts import NESTED_BLOCK  # imports bitsandbytes
@@ -204,7 +204,7 @@ class _Products:
         self.factors = (adapter.a_ERI.unbind(0), adapter.b_EOR.unbind(0)) if adapter is not None else None
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
-        if packed_experts_layout(self.weight) is not None:
+        if get_packed_experts_layout(self.weight) is not None:
             weight = self.weight.expert(expert)
         else:
             weight = self.weight[expert].t() if self.transposed else self.weight[expert]
@@ -225,7 +225,7 @@ def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
 
 
 def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
-    if packed_experts_layout(weight_EIO) is not None:  # dequantized one by one
+    if get_packed_experts_layout(weight_EIO) is not None:  # dequantized one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
         y_ETO = torch.bmm(x_ETI, weight_EIO)

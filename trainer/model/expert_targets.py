@@ -23,6 +23,7 @@ from trainer.model.expert_layers import (
     experts_per_token,
     holds_experts,
 )
+from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
@@ -37,9 +38,9 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
-    paths = []
+    paths, unreached = [], find_reached(model).unreached
     for path, module in expert_modules(model).items():
-        for name in expert_names(module):
+        for name in expert_names(module) if path not in unreached else ():
             names = list_aliases(path, name)
             is_target = lora.target_modules == ALL_LINEAR or any(
                 matches_aliases(target, names) for target in (*lora.target_modules, *lora.target_parameters)

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import xxhash
 
 from trainer.config import DatasetSection, ModelSection, UserError
 from trainer.contract.rendezvous import host_name
-from trainer.data.image_features import GRID, FeatureFiles
+from trainer.data.image_features import GRID, FeatureFiles, TowerOutput
 from trainer.data.image_parts import store_image
 from trainer.data.samples import Samples
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
@@ -26,10 +27,12 @@ from trainer.parallel.ranks.group import gather_objects
 REPORT_INTERVAL = 100
 
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
-    "internvl",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4",
+    "gemma4_unified", "mistral3", "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava",
 )  # fmt: skip
 """Supported model types; tests compare their losses with transformers and PEFT."""
+TORCHVISION_ONLY = ("gemma4_unified", "llama4", "lfm2_vl")
+"""Model types whose images transformers can only read with torchvision."""
 
 
 def load_image_reader(
@@ -50,25 +53,21 @@ def load_image_reader(
 
 def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_config: Any) -> ImageReader | None:
     from transformers import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     model_config = model_config or load_model_config(base_model, section)
-    if is_random(base_model) or model_config.model_type not in FAMILIES:
+    kind, revision = model_config.model_type, section.revision or "main"
+    is_missing = kind in TORCHVISION_ONLY and find_spec("torchvision") is None
+    if is_random(base_model) or kind not in FAMILIES or is_missing:
         return None
-    revision = section.revision or "main"
     try:
-        processor_class = PROCESSOR_MAPPING[type(model_config)]
-        parts = processor_class.get_attributes()
         images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
+        processor_class, settings = _find_processor_class(base_model, revision, model_config)
+        parts = processor_class.get_attributes()
     except (OSError, ImportError):
         # Without preprocessor_config.json, or torchvision if the processor needs it, train on text alone.
         return None
     except Exception as error:  # invalid values raise many types of errors
         raise build_load_error("base_model", base_model, error) from None
-    try:
-        settings, _ = processor_class.get_processor_dict(base_model, revision=revision)
-    except OSError:  # older models have no processor_config.json
-        settings = {}
     accepted = [
         name
         for name in inspect.signature(processor_class.__init__).parameters
@@ -76,12 +75,26 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     ]
     options = {name: value for name, value in settings.items() if name in accepted and name != "chat_template"}
     try:
-        return ImageReader(processor_class, images, tokenizer, options)
+        return ImageReader(processor_class, images, tokenizer, options, model_config.image_token_id)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"base_model={base_model}: its image processor cannot be built ({error}); use the tokenizer files of "
             "the model itself"
         ) from None
+
+
+def _find_processor_class(base_model: str, revision: str, model_config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class of the model's processor and its settings."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+    processor_class = PROCESSOR_MAPPING[type(model_config)]
+    try:
+        settings, _ = processor_class.get_processor_dict(base_model, revision=revision)
+    except OSError:  # older models have no processor_config.json
+        return processor_class, {}
+    # The model type of Pixtral is LLaVA's, and only this file names its processor.
+    name = settings.get("processor_class")
+    return (name and processor_class_from_name(name)) or processor_class, settings
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
@@ -91,7 +104,10 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
     """
     if reader is None:
         if files:
-            raise UserError(f"--image={files[0]}: this model does not accept images; use one of {', '.join(FAMILIES)}")
+            raise UserError(
+                f"--image={files[0]}: this model does not accept images here; use one of docs/reference/vision-models.md with "
+                "the package it names"
+            )
         return None
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
 
@@ -120,7 +136,7 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
         name = None
     window = getattr(text, "sliding_window", None) or sys.maxsize
     empty = reader.build_dummy() if every_rank else None
-    return ImageInputs(reader, name, window, not is_gemma_4, rope, empty)
+    return ImageInputs(reader, inner.dtype, name, window, not is_gemma_4, rope, empty)
 
 
 @torch.no_grad()
@@ -137,14 +153,14 @@ def cache_features(
         raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; turn it off")
     accepted = inspect.signature(inner.get_image_features).parameters
 
-    def compute(image: bytes) -> tuple[Any, torch.Tensor | None]:
-        arguments = inputs.reader.build_inputs([image])
+    def compute(image: bytes) -> tuple[TowerOutput, torch.Tensor | None]:
+        arguments = inputs.reader.build_inputs([image], inputs.dtype)
         moved = {name: value.to(device) for name, value in arguments.items() if name in accepted}
-        return inner.get_image_features(**moved, return_dict=True), arguments.get(GRID)
+        output = inner.get_image_features(**moved, return_dict=True)
+        return TowerOutput.from_model(output), arguments.get(GRID)
 
     [[noise]] = inputs.reader.build_dummy().images
-    state = compute(noise)[0].pooler_output
-    state = state if isinstance(state, torch.Tensor) else torch.cat(list(state))
+    state = next(iter(compute(noise)[0].tensors().values()))
     digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
     hosts = gather_objects(host_name())

@@ -122,8 +122,16 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
                 f"{setting}: transformers has no causal language model of model_type {kind}; use another model"
             )
         return
-    # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     model_class = auto._model_mapping[type(model_config)]
+    required = [
+        name
+        for name, parameter in list(inspect.signature(model_class.forward).parameters.items())[1:]
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD and name != "input_ids"
+    ]
+    if required or not hasattr(model_class, "prepare_inputs_for_generation"):
+        problem = f"needs {required[0]} in every step" if required else "does not generate token by token"
+        raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
+    # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
     if checks_decoder and not getattr(model_config, "is_decoder", True):
         raise UserError(

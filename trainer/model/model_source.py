@@ -15,6 +15,7 @@ from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
+WEIGHT_SUFFIXES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -98,6 +99,8 @@ def check_source(setting: str, name: str) -> None:
         ) from None
     except (OSError, ValueError) as error:  # such as a null byte
         raise UserError(f"{prefix}: cannot be read ({error}); {NAME_FORMS}") from None
+    if path.suffix in WEIGHT_SUFFIXES:
+        raise UserError(f"{prefix}: no such file; fix the path")
     if not HUB_NAME.fullmatch(name):
         nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
         raise UserError(f"{prefix}: no such folder ({nearest} exists); {NAME_FORMS}")

@@ -1,9 +1,9 @@
-"""Detect the linear layers that an adapter can train: those that are called as modules and get a gradient of the loss.
+"""Detect the layers that an adapter can train: those that are called as modules and get a gradient of the loss.
 
-Attention indexers select tokens without a gradient, some models read a layer's weight directly, and a decoder without
-an encoder never calls its cross-attention. Such layers are detected rather than listed: the model's own code runs once
-on the CPU, on a copy without weights in which linear layers and experts only pass on their input. Of layers that differ
-only in their index, only one runs.
+Attention indexers select tokens without a gradient, some models read a layer's weight directly, a decoder without an
+encoder never calls its cross-attention, and text never reaches the experts of images. Such layers are detected rather
+than listed: the model's own code runs once on the CPU, on a copy without weights in which linear layers and experts
+only pass on their input. Of layers that differ only in their index, only one runs.
 """
 
 import copy
@@ -33,7 +33,7 @@ _CACHE: dict[tuple[type, str], "Reached"] = {}
 
 @dataclass(frozen=True)
 class Reached:
-    """The linear layers that get no gradient, or get one only in long sequences."""
+    """The linear layers and experts that get no gradient, or get one only in long sequences."""
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
@@ -87,6 +87,7 @@ class _Pass:
             model = model_class(copy.deepcopy(config)).train().requires_grad_(False)
         head, self.called = model.get_output_embeddings(), set[str]()
         self._probes: dict[str, Tensor] = {}
+        experts = set[str]()
         add_dropped = _drop_repeated_layers(model) if once else set
         for path, module in model.named_modules():
             _fill_parameters(module)
@@ -96,14 +97,16 @@ class _Pass:
                 self._probes[path] = torch.zeros((), requires_grad=True)
                 module.forward = partial(self._probe_forward, path, module)
             elif holds_experts(module):
-                module.forward = _sum_inputs
+                experts.add(path)
+                module.forward = partial(self._sum_inputs, path)
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
         leaves = {id(leaf) for leaf in _find_leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
         # If experts are modules, a few tokens reach only some of them.
         patterns = {EXPERT_NAME.sub(r"\1*\2", path) for path in reached}
         reached |= {path for path in self._probes if EXPERT_NAME.sub(r"\1*\2", path) in patterns}
-        self.linear, self.reached = (set(add_dropped(paths)) for paths in (self._probes, reached))
+        reached |= experts & self.called
+        self.linear, self.reached = (set(add_dropped(paths)) for paths in ({*self._probes, *experts}, reached))
         self.called = set(add_dropped(self.called))
 
     def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -112,18 +115,18 @@ class _Pass:
         width = getattr(module, "out_features", None) or module.nf
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
 
+    def _sum_inputs(self, path: str, hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+        """Return a tensor that depends on the hidden states and routing weights of experts."""
+        self.called.add(path)
+        floats = [each for each in (*others, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+        return hidden + sum(each.sum() for each in floats)
+
 
 def _fill_parameters(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         value = torch.full((), 1.0 if parameter.dim() < 2 else 0.02).expand(parameter.shape)
         content = value if parameter.numel() > MAX_COPIED else value.clone()
         setattr(module, name, nn.Parameter(content, requires_grad=False))
-
-
-def _sum_inputs(hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-    """Return a tensor that depends on the hidden states and routing weights of experts."""
-    floats = [value for value in (*others, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-    return hidden + sum(value.sum() for value in floats)
 
 
 def _drop_repeated_layers(model: Any) -> Any:

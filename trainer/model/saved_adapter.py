@@ -4,7 +4,7 @@ import argparse
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,15 +85,13 @@ def load_adapter(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         prefix = error_prefix or f"{folder}: does not fit this base model"
-        raise UserError(f"{prefix}: {'; '.join(reason.strip().splitlines()[:2])}") from error
+        raise UserError(f"{prefix}: {_describe_misfit(error)}") from error
     return adapted if trainable else adapted.eval()
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
     """Load the adapter's file. Raises ValueError unless its tensors match the adapted model's exactly."""
-    from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
@@ -101,6 +99,44 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     lora_names = [name for name in weights if name.partition(".lora_")[0] in layers]
     stored_names, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
     state = {stored_names.get(name, name): value.to(device) for name, value in weights.items()}
+    _set_tensors(adapted, state)
+
+
+def _describe_misfit(error: Exception) -> str:
+    reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in reason.splitlines() if line.strip() and "Error(s) in loading" not in line]
+    return "; ".join(lines[:2])
+
+
+def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Load an adapter with plain PEFT on a copy of its base without memory. Raises ValueError if a tensor is lost.
+
+    PEFT reads only the settings, and the names and shapes of the tensors. The base may be partitioned or quantized.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers.initialization import no_init_weights
+
+    config: Any = LoraConfig.from_peft_type(**settings | {"init_lora_weights": False})
+    base_config, build = copy.deepcopy(base.config), type(base)
+    if hasattr(base_config, "model_type"):
+        base_config._attn_implementation = "eager"  # ours are known to the patched model only
+    else:
+        build = build.from_config  # of diffusers
+    with no_init_weights(), torch.device("meta"):
+        empty = build(base_config)
+        if hasattr(empty, "tie_weights"):
+            empty.tie_weights()
+        plain = get_peft_model(empty, config)
+        state = {name: torch.empty(shape) for name, shape in shapes.items()}
+    try:
+        _set_tensors(plain, state)
+    except (KeyError, RuntimeError) as error:  # PEFT looks up rows of new tokens; another shape
+        raise ValueError(_describe_misfit(error)) from error
+
+
+def _set_tensors(adapted: Any, state: dict[str, Tensor]) -> None:
+    from peft import set_peft_model_state_dict
+
     result = set_peft_model_state_dict(adapted, state)
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     # The file contains the parameters of tied layers only once.
@@ -111,7 +147,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
         if re.search(r"\.default(\.|$)", name) and id(parameters.get(name)) not in loaded
     ]
     for names, problem in (
-        (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter match no layer"),
+        (result.unexpected_keys, f"of the {len(state)} tensors of the adapter match no layer"),
         (missing, "tensors of the adapted model are not in the file"),
     ):
         if names:

@@ -178,8 +178,8 @@ class Fp8Files:
     def _stored_block(self, name: str) -> Block:
         """Return the rows and columns per stored scale; a per-tensor scale counts as one per row."""
         shape = self._shapes[name]
-        by_row = _has_row_scales(shape, self._shapes[self._scale_names[name]])
-        return (1, shape[-1]) if by_row else self._block
+        compute_by_row = _has_row_scales(shape, self._shapes[self._scale_names[name]])
+        return (1, shape[-1]) if compute_by_row else self._block
 
     def _scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
         shape, scale = self._shapes[name], self._scale_names[name]

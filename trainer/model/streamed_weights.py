@@ -154,7 +154,7 @@ class Filler:
             if deepspeed_config is not None:
                 _partition(filled, deepspeed_config)
             if shards is not None:
-                shards.cut_if_whole(self.model, path)
+                shards.shard_if_filled(self.model, path)
         self.model.eval()
 
     def _fill_module(self, path: str, module: Any) -> nn.Module:

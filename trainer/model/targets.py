@@ -134,6 +134,9 @@ def check_targets(model: Any, lora: LoraSection) -> None:
                 raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
         raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: excludes all layers; remove some entries")
+    if not adapted and lora.target_modules == ALL_LINEAR:
+        reasons = "; ".join(dict.fromkeys(untrainable.values())) or "the model has no linear layer"
+        raise UserError(f"lora.target_modules={ALL_LINEAR[0]}: no layer can be adapted ({reasons}); use another model")
     widths = [
         min(whole_shape(weight))
         for path in layers

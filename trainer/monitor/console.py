@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.config.errors import format_count
 from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
@@ -99,7 +100,7 @@ class Output:
         """Prefix each message with `name` if it is not empty."""
         self._name = f"{escape(name)}: " if name else ""
         self.console, self._is_main, self._verbose = console, is_main, verbose
-        self.is_starting = True
+        self.is_starting = self.shows_start = True
         self.warnings: list[str] = []
 
     def __call__(self, message: Any) -> None:
@@ -112,14 +113,14 @@ class Output:
         self._print(message, on_console=is_warning or self._verbose or not self.is_starting)
 
     def show(self, message: str) -> None:
-        """Print a message to the console even before the first step."""
-        self._print(message, on_console=True)
+        """Print a message even before the first step, unless another adapter of the run has printed its own."""
+        self._print(message, on_console=self.shows_start or self._verbose)
 
     def repeat_warnings(self) -> None:
         """Print the warnings again, because the lines of later steps have scrolled them out of view."""
         count = len(self.warnings)
         if count:
-            self.show(f"{count} warning{'s' * (count > 1)} of this run:")
+            self.show(f"{format_count(count, 'warning')} of this run:")
         for message in self.warnings[:MAX_REPEATED]:
             self.show(message)
         if count > MAX_REPEATED:

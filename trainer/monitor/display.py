@@ -17,6 +17,8 @@ SHORTEST_BAR, LONGEST_BAR = 4, 40
 LINES_WITH_BAR = 20
 """Number of step lines per run that are printed above the bar."""
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+NO_RATE = "0.00e+00"
+"""A learning rate of 0, which a warm-up begins with."""
 BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 
@@ -46,7 +48,8 @@ class Display:
         if "train/loss" in values and (self._mode == "lines" or is_printed):
             self._record_time(step)
             left = [f"{self._format_time_left():>8} left"] if self._mode == "lines" else []
-            self._print("  ".join([head, *left, *format_step(values, detailed=True)]))
+            line = "  ".join([head, *left, *format_step(values, detailed=True)])
+            self._print(line.replace(NO_RATE, f"{'0 warmup':>{len(NO_RATE)}}"))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self._record_time(step)

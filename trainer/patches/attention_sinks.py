@@ -21,7 +21,6 @@ from trainer.contract.known_versions import require
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Return whether the attention of a model has sinks."""
     return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
 
 
@@ -112,7 +111,7 @@ def attend_per_document(
     attend = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
     if cu_seqlens is None:
         if mask is None:
-            mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+            mask = build_causal_mask(query.shape[2], key.shape[2], window, query.device)
         if mask.dtype == torch.bool:
             mask = _make_additive(mask, query.dtype)
         out: Tensor = attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
@@ -120,12 +119,12 @@ def attend_per_document(
     outs = []
     for begin, end in pairwise(cu_seqlens.tolist()):
         rows = (tensor[:, :, begin:end] for tensor in (query, key, value))
-        mask = _make_additive(causal_mask(end - begin, end - begin, window, query.device), query.dtype)
+        mask = _make_additive(build_causal_mask(end - begin, end - begin, window, query.device), query.dtype)
         outs.append(attend(module, *rows, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, dim=1)
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Build a mask [1, 1, queries, keys], true where a query attends; the last query and key are the same token."""
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions

@@ -86,7 +86,7 @@ def scale_the_loss(engine: Engine) -> None:
         scale = float(engine.optimizer.loss_scale)
         if engine_scales is None and scale != 1.0:
             factor = float(gradient) * engine.gradient_accumulation_steps()
-            if not any(isclose(factor, one, rel_tol=1e-3) for one in (1.0, scale)):
+            if not any(isclose(factor, expected, rel_tol=1e-3) for expected in (1.0, scale)):
                 raise changed("deepspeed", f"engine.backward multiplies the loss by {factor:g}, not by 1 or {scale:g}")
             engine_scales = isclose(factor, scale, rel_tol=1e-3)
         return gradient if engine_scales else gradient * scale
@@ -100,14 +100,14 @@ def scale_the_loss(engine: Engine) -> None:
     replace(engine, "backward", run_scaled_backward)
 
 
-def loss_scaler(optimizer: Any) -> Any:
+def get_loss_scaler(optimizer: Any) -> Any:
     """Return the object that holds the loss scale of DeepSpeed's 16-bit optimizer."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config  # stage 0
     return require(optimizer, "loss_scaler", "deepspeed")
 
 
-def loss_scale_state(scaler: Any) -> tuple[str, ...]:
+def list_loss_scale_attributes(scaler: Any) -> tuple[str, ...]:
     """Return the names of the attributes that make up the state of a loss scale; a fixed scale has one."""
     kind = "dynamic_loss_scale" if hasattr(scaler, "dynamic_loss_scale") else "dynamic"
     names = ("cur_scale", "cur_iter", "last_overflow_iter") if require(scaler, kind, "deepspeed") else ("cur_scale",)
@@ -186,8 +186,8 @@ class AdapterGuard:
         if self._updated == 0:
             self.norms = []
         [group], index = optimizer.param_groups, self._updated
-        parameters = [each for each in group["params"] if each.grad is not None]
-        norm = compute_gradient_norm(self._zero, [each.grad for each in parameters])
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        norm = compute_gradient_norm(self._zero, [parameter.grad for parameter in parameters])
         self.norms.append(norm)
         self._updated += 1
         limit = self._limits[index]

@@ -55,8 +55,8 @@ def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     base = layer.base_layer
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        applies = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in active
-        if args or kwargs or not applies:
+        is_active = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in active
+        if args or kwargs or not is_active:
             return peft_forward(x, *args, **kwargs)
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
         converted = x.to(base.weight.dtype)

@@ -1,8 +1,8 @@
-"""Replace PEFT's forward by fused operators, and report the layers that keep PEFT's.
+"""Replace PEFT's forward with fused operators, and report the layers that keep PEFT's.
 
 A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. Adapters may
-be disabled, merged or switched later, so the new forward checks this at every call and calls PEFT's if it no longer
-applies. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
+be disabled, merged or switched later, so the new forward checks at every call that the adapter is active, and otherwise
+calls PEFT's. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
 """
 
 from collections import Counter
@@ -44,7 +44,6 @@ class FusionReport:
 
     @property
     def fused(self) -> int:
-        """Number of fused layers."""
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
@@ -95,7 +94,7 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, Member] = {}
     for name, layer in layers.items():
-        if reason := find_fusion_obstacle(layer):
+        if reason := find_fusion_problem(layer):
             report.refused.append((name, reason))
         else:
             members[name] = Member(layer)
@@ -108,7 +107,7 @@ def group_layers(
     return report, [Group([members[name] for name in names]) for names in report.groups]
 
 
-def find_fusion_obstacle(layer: Any) -> str | None:
+def find_fusion_problem(layer: Any) -> str | None:
     """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 
@@ -285,7 +284,7 @@ def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractCo
     import deepspeed
 
     if shards is not None:
-        return shards.gathered([member.layer for member in members])
+        return shards.gather([member.layer for member in members])
     weights = [weight for member in members for weight in member.layer.parameters() if is_partitioned(weight)]
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
@@ -314,7 +313,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
         pairs = [("output", *pair) for pair in zip(outputs, expected, strict=True)]
         pairs += [("gradient", *pair) for pair in zip(our_grads, expected_grads, strict=True)]
         for quantity, actual, reference in pairs:
-            error = _relative_error(actual.detach(), reference.detach(), repeat)
+            error = _compute_relative_error(actual.detach(), reference.detach(), repeat)
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
@@ -323,7 +322,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
                 )
 
 
-def _relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
+def _compute_relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
     """Return the RMS error of a repeated batch, relative to the RMS of `expected`."""
     if actual.shape == expected.shape:  # the gradient of a factor, which sums over the repetitions
         expected = repeat * expected

@@ -19,7 +19,7 @@ from trainer.contract.known_versions import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, choose_shape, measure_sizes, pad_to_shape
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
-from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
+from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, list_trained_parameters
 from trainer.patches.loss_head import TokenLoss
 
 WARMUP_BATCHES = 3
@@ -74,7 +74,7 @@ class GraphedLoss:
         self._sizes: list[tuple[int, int]] = []
         self._host_fractions: list[float] = []
         self._calls = self._replayed = 0
-        self.why_not = ""
+        self.off_reason = ""
         """Why graphs are no longer used; empty while they are used."""
 
     @classmethod
@@ -85,7 +85,7 @@ class GraphedLoss:
         flat = find_flat_adapter(module)
         if flat is None:
             return None
-        others = len(trained_parameters(module)) - len(flat.members)
+        others = len(list_trained_parameters(module)) - len(flat.members)
         if others:
             reason = f"{others} trained tensors are not in the adapter's buffer"
         elif loss.separates_documents:
@@ -104,7 +104,7 @@ class GraphedLoss:
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Return the loss summed over the batch's targets, nats, fp32."""
         self._calls += 1
-        if self.why_not or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
+        if self.off_reason or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return self._loss(model, batch, device)
         if len(self._sizes) < WARMUP_BATCHES + MEASURED_BATCHES:
             return self._measure(model, batch, device)
@@ -112,7 +112,7 @@ class GraphedLoss:
         if capture is None:
             return self._loss(model, batch, device)
         shape, inputs, captured = capture
-        inputs.fill(*self._inputs_on_host(batch, shape))
+        inputs.fill(*self._build_host_inputs(batch, shape))
         self._replayed += 1
         # Call the engine's forward, because its hooks on the model's outputs prepare the backward pass.
         with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
@@ -120,7 +120,6 @@ class GraphedLoss:
         return result
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """See `TokenLoss.values`."""
         return self._loss.values(training=training)
 
     def take_fraction(self) -> float:
@@ -129,18 +128,18 @@ class GraphedLoss:
         self._calls = self._replayed = 0
         return fraction
 
-    def drop(self, why_not: str = "") -> None:
+    def drop(self, reason: str = "") -> None:
         """Free all graphs and their memory; with a reason, use no graphs from now on."""
-        if why_not and not self.why_not:
-            self.why_not = why_not
-            self._say(f"CUDA graphs: off: {escape(why_not)}")
+        if reason and not self.off_reason:
+            self.off_reason = reason
+            self._say(f"CUDA graphs: off: {escape(reason)}")
         if self._capturer is not None:
             self._captures.clear()
             self._capturer = None
             release_workspaces()
             torch.cuda.empty_cache()
 
-    def _inputs_on_host(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
+    def _build_host_inputs(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -171,7 +170,7 @@ class GraphedLoss:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
         should_capture = self._seen[shape] > 1 or not self._captures
-        if not should_capture or not self._loss.observed or len(self._captures) == MAX_CAPTURES:
+        if not should_capture or not self._loss.is_observed or len(self._captures) == MAX_CAPTURES:
             return None
         return self._capture(batch, shape, device)
 
@@ -180,7 +179,7 @@ class GraphedLoss:
         try:
             if self._capturer is None:
                 self._capturer = GraphCapturer(self._flat)
-            inputs = StaticInputs(*self._inputs_on_host(batch, shape), device)
+            inputs = StaticInputs(*self._build_host_inputs(batch, shape), device)
             captured = self._capturer.capture(
                 lambda: self._loss.compute_from_inputs(self._module, *inputs.read()),
                 must_be_faster=self._mode == "auto",

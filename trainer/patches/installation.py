@@ -27,7 +27,7 @@ from trainer.patches.packed_attention import (
     use_flash_in_towers,
     use_varlen,
 )
-from trainer.patches.recompute import enable_recomputation, recomputed_whole
+from trainer.patches.recompute import enable_recomputation, list_recomputed_layers
 from trainer.patches.tiled_mlp import tile_feed_forward
 
 
@@ -85,7 +85,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
         plan.shards.attach(model)
     lines += _install_experts(model, plan) + _install_adapters(model, plan)
     if plan.recomputed != "none":
-        recompute_inputs(model, recomputed_whole(model, plan.training))
+        recompute_inputs(model, list_recomputed_layers(model, plan.training))
     if tile := plan.mlp_tile:
         lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
     if line := enable_recomputation(model, plan.training):
@@ -96,7 +96,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; with a norm limit for each of several adapters, return their guard."""
+    """Replace code of DeepSpeed's engine; return the guard of several adapters, with a norm limit for each, or None."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)

@@ -16,11 +16,11 @@ from ops.head import (
     MEASURES,
     NLL,
     LossKind,
-    divergence_sum,
     measure_logits,
     measure_tokens,
-    token_loss_sum,
-    token_loss_sum_of_logits,
+    sum_divergences,
+    sum_token_losses,
+    sum_token_losses_from_logits,
 )
 from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
@@ -28,13 +28,13 @@ from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN
-from trainer.patches.per_document import document_inputs, has_separate_documents
+from trainer.patches.per_document import build_document_inputs, has_separate_documents
 from trainer.patches.plain_head import (
-    find_plain_head_obstacle,
-    linear_layer,
-    observed_factor,
+    find_plain_head_problem,
+    get_linear_layer,
+    get_trained_rows,
+    measure_head_factor,
     replace_head,
-    trained_rows,
 )
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
@@ -45,7 +45,7 @@ class TokenLoss:
     """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
-    and the model at most scales its output, which a probe shows. Otherwise the loss is computed from the logits.
+    and a probe shows that the model at most scales the head's output. Otherwise the loss is computed from the logits.
     """
 
     def __init__(
@@ -73,22 +73,24 @@ class TokenLoss:
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
-        if find_plain_head_obstacle(self._head):
+        if find_plain_head_problem(self._head):
             self._head = None
             self._warn_if_estimate_is_off(False)
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the loss summed over the batch's targets, nats, fp32."""
-        return self.by_part(model, batch, device, None)
+        return self.compute_by_part(model, batch, device, None)
 
-    def by_part(self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None) -> torch.Tensor:
+    def compute_by_part(
+        self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None
+    ) -> torch.Tensor:
         """Return the loss sum of each part of the batch [N]; `parts` lists the number of targets per part, in order.
 
         No matrix product reads targets of two parts. With `parts=None` the sum of the whole batch is a scalar.
         """
         self.observe(batch, device)
-        inputs, targets = self._inputs(batch, device)
+        inputs, targets = self._build_inputs(batch, device)
         weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
         def call(inputs: dict[str, Any]) -> Any:
@@ -125,7 +127,7 @@ class TokenLoss:
         return inputs, targets
 
     def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss from tensors on the device without waiting for it; `observed` must be True.
+        """Return the loss from tensors on the device without waiting for it; `is_observed` must be True.
 
         Targets that are IGNORED have a loss of 0.
         """
@@ -136,7 +138,7 @@ class TokenLoss:
         return self._compute(call, inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return no further metrics."""
+        """Return the metrics that this loss adds to the loss itself: none."""
         return {}
 
     @property
@@ -145,7 +147,7 @@ class TokenLoss:
         return has_separate_documents(self._base)
 
     @property
-    def observed(self) -> bool:
+    def is_observed(self) -> bool:
         """Whether `observe` has decided how to compute head and loss."""
         return self._head is None or self._factor is not None
 
@@ -177,12 +179,12 @@ class TokenLoss:
             weight, head = self._read_head()
 
             def loss(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-                return token_loss_sum(rows, weight, ids, **head, kind=kind, token_weights=token_weights)
+                return sum_token_losses(rows, weight, ids, **head, kind=kind, token_weights=token_weights)
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
         def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-            return token_loss_sum_of_logits(rows, ids, kind, token_weights)
+            return sum_token_losses_from_logits(rows, ids, kind, token_weights)
 
         if self._head is None:
             return sum_parts(select(call(inputs).logits), loss_of_logits)
@@ -192,17 +194,18 @@ class TokenLoss:
 
     def _read_head(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the frozen weight of the head, and the operator's arguments for its factor and trained rows."""
-        return linear_layer(self._head).weight, {"factor": self._factor or 1.0, "rows": trained_rows(self._head)}
+        arguments = {"factor": self._factor or 1.0, "rows": get_trained_rows(self._head)}
+        return get_linear_layer(self._head).weight, arguments
 
-    def by_token(
+    def measure_by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `measure_tokens` for the batch's targets, row by row [5, K]; LOSS is differentiable.
 
-        `base_states` are the result of `compute_base_states`, if `in_chunks`.
+        `base_states` are the result of `compute_base_states`, if `is_in_chunks`.
         """
         self.observe(batch, device)
-        inputs, targets = self._inputs(batch, device)
+        inputs, targets = self._build_inputs(batch, device)
         flat = targets.flatten()
         positions = (flat != IGNORED).nonzero().squeeze(1)
         target_positions, chosen = to_device(positions, device), to_device(flat[positions], device)
@@ -235,7 +238,7 @@ class TokenLoss:
         self.balancing = self._balance * result.aux_loss * batch.target_weight
         return result
 
-    def divergence(
+    def compute_divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
     ) -> torch.Tensor:
         """Return sum_t KL(adapted_t || base_t) over the positions of the targets, nats, fp32.
@@ -243,13 +246,13 @@ class TokenLoss:
         `base_states` are the result of `compute_base_states` for this batch.
         """
         with self._outside_step(batch, device):
-            inputs, target_positions = self._inputs_and_positions(batch, device)
+            inputs, target_positions = self._build_inputs_and_positions(batch, device)
             head = self._head
 
             def compare(hidden: torch.Tensor) -> torch.Tensor:
                 weight, arguments = self._read_head()
                 states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
-                return divergence_sum(states, base_states.to(weight.dtype), weight, **arguments).view(1, 1, 1)
+                return sum_divergences(states, base_states.to(weight.dtype), weight, **arguments).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
@@ -259,15 +262,15 @@ class TokenLoss:
             log_p_KV = logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
-    def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
+    def is_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
         with self._outside_step(batch, device):
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
+        """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `is_in_chunks`."""
         with self._outside_step(batch, device):
-            inputs, target_positions = self._inputs_and_positions(batch, device)
+            inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
 
             def record(hidden: torch.Tensor) -> torch.Tensor:
@@ -286,21 +289,23 @@ class TokenLoss:
         with flat.keep_views() if flat is not None else nullcontext():
             yield
 
-    def _inputs_and_positions(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
-        inputs, targets = self._inputs(batch, device)
+    def _build_inputs_and_positions(
+        self, batch: MicroBatch, device: torch.device
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        inputs, targets = self._build_inputs(batch, device)
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def observe(self, batch: MicroBatch, device: torch.device) -> None:
         """Decide at the first call, with a pass over two tokens, how to compute head and loss."""
         if self._head is not None and self._factor is None:
-            self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
+            self._factor = measure_head_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
                 self._head = None
             self._warn_if_estimate_is_off(self._head is not None)
 
-    def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+    def compute_by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the loss sum of each row of the batch, nats, fp64 [B]."""
-        logits, targets = self.logits(model, batch, device)
+        logits, targets = self.compute_logits(model, batch, device)
         # One row at a time, as fp32 logits of the whole batch would double the peak memory.
         rows = [
             F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
@@ -308,17 +313,17 @@ class TokenLoss:
         ]
         return torch.stack(rows).double()
 
-    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [B, K, V] and targets [B, K] on the device."""
-        inputs, targets = self._inputs(batch, device)
+        inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
-    def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+    def _build_inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         # Padding is on the right, where no token attends to it. A mask would only select a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
         move = partial(to_device, device=device)
         on_device = {name: move(value) for name, value in inputs.items()}
-        return on_device | document_inputs(self._base, batch.position_ids, move), targets
+        return on_device | build_document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         if self._decided is None or self._decided == fused or self._say is None:
@@ -365,7 +370,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy tensors to the device from pinned memory, without waiting; return other values unchanged."""
     if isinstance(value, dict):
-        return {name: to_device(each, device) for name, each in value.items()}
+        return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, TowerOutput):
         return value.map(partial(to_device, device=device))
     if not isinstance(value, torch.Tensor) or value.device == device:

@@ -30,7 +30,7 @@ def check_packable(model: Any) -> None:
 
 
 def describe_unadapted(model: nn.Module) -> list[str]:
-    """Return a line on unadapted weight matrices outside linear layers, such as fused experts, if there are any."""
+    """Describe unadapted weight matrices outside linear layers, such as fused experts; return no line without any."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
@@ -85,32 +85,32 @@ def call_mamba_projections(model: Any) -> list[str]:
             replace(modeling_file, LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
-    if reason := why_kernels_unused(*SCAN):
+    if reason := explain_unused_kernels(*SCAN):
         return [f"mamba: {len(mixers)} layers in plain torch; {reason}"]
     lines = [f"mamba: out_proj of {len(adapted)} layers outside mamba-ssm's kernel, which would bypass its adapter"]
-    if reason := why_kernels_unused(*CONVOLUTION):
+    if reason := explain_unused_kernels(*CONVOLUTION):
         lines.append(f"mamba: convolutions in plain torch; {reason}")
     return lines
 
 
 def has_scan_kernels() -> bool:
     """Return whether mamba-ssm, with a Triton scan that keeps less memory than plain torch's, is installed."""
-    return not _why_not_loaded(*SCAN)
+    return not _find_load_problem(*SCAN)
 
 
-def why_kernels_unused(package: str, library: str) -> str:
-    """Return why transformers, which has tried the import by now, does not use the kernels; empty if it does."""
-    return _why_not_loaded(package, library) or _why_not_imported(package, package)
+def explain_unused_kernels(package: str, library: str) -> str:
+    """Return why transformers does not use the kernels, which it has tried to import by now; empty if it does."""
+    return _find_load_problem(package, library) or _find_import_problem(package, package)
 
 
-def _why_not_loaded(package: str, library: str) -> str:
-    """Return why the kernels are unavailable, as far as known without the slow import of the package; or empty."""
+def _find_load_problem(package: str, library: str) -> str:
+    """Return why the kernels are unavailable, checked without the slow import of the package; empty if they are not."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "install the extra `mamba` for kernels that are faster and keep less memory"
-    return _why_not_imported(package, library)
+    return _find_import_problem(package, library)
 
 
-def _why_not_imported(package: str, name: str) -> str:
+def _find_import_problem(package: str, name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:  # transformers also ignores any error of the package

@@ -27,7 +27,7 @@ from trainer.patches.fused_lora import (
     Member,
     check_operators,
     compute,
-    find_fusion_obstacle,
+    find_fusion_problem,
 )
 from trainer.patches.replace import replace
 
@@ -48,7 +48,7 @@ def fuse_many(
     """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError if a layer is unsupported."""
     chosen = ops.load(backend)
     layers = _find_members(model, choice)
-    kinds = [_kind(name, layers.values()) for name in choice.names]
+    kinds = [_build_key(name, layers.values()) for name in choice.names]
     choice.kinds = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
     report = FusionReport(len(layers), f"{chosen.name}, {len(choice.names)} adapters: {chosen.reason}")
     if separate:
@@ -88,7 +88,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
         if not isinstance(layer, LoraLayer):
             continue
         if isinstance(layer, ParamWrapper):
-            raise UserError(f"adapters: {path} is an expert, which can have only one; set lora.experts: false")
+            raise UserError(f"adapters: {path} is an expert, which supports only one adapter; set lora.experts: false")
         module: Any = layer
         members: dict[str, Member] = {}
         active = module._active_adapter
@@ -96,7 +96,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if name not in module.lora_A:
                 continue
             module._active_adapter = [name]
-            if reason := find_fusion_obstacle(module):
+            if reason := find_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
             members[name] = Member(module)
             members[name].apply_when_active(active)
@@ -105,15 +105,15 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
     return layers
 
 
-def _kind(name: str, layers: Iterable[_Layer]) -> Hashable:
+def _build_key(name: str, layers: Iterable[_Layer]) -> Hashable:
     """Return the grouping key of an adapter: adapters with equal keys are computed together.
 
     An adapter with dropout gets a unique key, because it needs its own mask.
     """
-    own = [(layer.path, layer.members[name]) for layer in layers if name in layer.members]
-    if any(member.has_dropout for _, member in own):
+    members = [(layer.path, layer.members[name]) for layer in layers if name in layer.members]
+    if any(member.has_dropout for _, member in members):
         return name
-    return tuple((path, len(member.down), member.layer.scaling[name]) for path, member in own)
+    return tuple((path, len(member.down), member.layer.scaling[name]) for path, member in members)
 
 
 def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
@@ -167,7 +167,7 @@ class _CommonGroup(Group):
 
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
-        zeros = [_zero_factors(member) for member in members]
+        zeros = [_build_zero_factors(member) for member in members]
         x_frozen, pending = enter(x)
         frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
@@ -192,7 +192,7 @@ class _CommonGroup(Group):
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
-def _zero_factors(member: Member) -> tuple[Tensor, Tensor]:
+def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
     inputs, outputs, kind = member.down.shape[1], member.up.shape[0], (member.down.dtype, member.down.device)
     return _build_zeros(ZERO_FACTOR_RANK, inputs, *kind), _build_zeros(outputs, ZERO_FACTOR_RANK, *kind)
 

@@ -13,7 +13,7 @@ from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
-from trainer.patches.plain_head import find_plain_head_obstacle, observed_factor
+from trainer.patches.plain_head import find_plain_head_problem, measure_head_factor
 
 CAPPED = "the model caps its logits"
 _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -41,7 +41,7 @@ class ModelProperties:
 
 def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
     """Return the properties of an empty base model, except `head`, before adapters are added."""
-    model.float()  # as the configuration may name another dtype
+    model.float()  # the configuration may name another dtype
     return ModelProperties(
         sdpa=supports_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
@@ -49,7 +49,7 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
         sinks=has_sinks(model),
         head=None,
         caps=False,
-        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).why_not(),
+        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).find_reasons(),
     )
 
 
@@ -83,16 +83,16 @@ class _States(tuple[torch.Tensor]):
 
 
 @replaces("the forward of everything below the head of an empty model")
-def why_head_apart(model: Any) -> str | None:
+def find_head_problem(model: Any) -> str | None:
     """Return why the head of an empty model, adapted or not, is not fused with the loss; None if unknown.
 
     Hidden states of zero replace everything below the head, so only the head and the code after it run.
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        return find_plain_head_obstacle(None)
+        return find_plain_head_problem(None)
     head = base.get_output_embeddings()
-    if reason := find_plain_head_obstacle(head):
+    if reason := find_plain_head_problem(head):
         return reason
     below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
     if not below:
@@ -101,7 +101,7 @@ def why_head_apart(model: Any) -> str | None:
     for part in below:
         part.forward = lambda *_, **__: states
     try:
-        factor = observed_factor(base, head, torch.zeros(1, 2, dtype=torch.long))
+        factor = measure_head_factor(base, head, torch.zeros(1, 2, dtype=torch.long))
     except _UNKNOWN:
         return None
     finally:

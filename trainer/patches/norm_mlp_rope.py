@@ -1,4 +1,4 @@
-"""Replace a model's RMSNorm, SwiGLU, GeGLU and rotary embedding by our operators.
+"""Replace a model's RMSNorm, SwiGLU, GeGLU and rotary embedding with our operators.
 
 Such modules are found by a test, not from a list of architectures: a copy of the module runs on random data with random
 weights and dummy projections. If its values and gradients differ from our operator's by more than a rounding or two,
@@ -51,24 +51,21 @@ class Replaceable:
 
     @property
     def norms(self) -> int:
-        """Number of norms that use our operator."""
         return sum(_is_norm(type(module).__name__) for module, _ in self.forwards)
 
     @property
     def mlps(self) -> int:
-        """Number of gated MLPs that use our operator."""
         return len(self.forwards) - self.norms
 
     def lines(self) -> list[str]:
-        """Return the lines for the console."""
         replaced = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
         counts = Counter(self.refused)
         return [f"element-wise operators: {replaced}"] + [
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
-    def why_not(self) -> dict[str, str]:
-        """Return for each of PARTS why it is not replaced everywhere; empty if it is."""
+    def find_reasons(self) -> dict[str, str]:
+        """Return, for each of PARTS, why it is not replaced everywhere; an empty reason means that it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
@@ -83,9 +80,9 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
     for module in model.modules():
         name = type(module).__name__
         is_norm = _is_norm(name)
-        if not is_norm and _projections(module) is None:
+        if not is_norm and _find_projections(module) is None:
             continue
-        key = _kind(module)
+        key = _build_key(module)
         if key not in forwards:
             if is_norm:
                 forwards[key] = _build_norm_forward(module, recompute == "norms")
@@ -109,7 +106,7 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 @replaces("the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`")
 def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
-    """Replace norms, gated MLPs and rotary embedding by our operators where they agree with the model's own code.
+    """Replace norms, gated MLPs and rotary embedding with our operators where these agree with the model's own code.
 
     Call it before adapters are added. Trained norms (not `frozen_norms`) keep the model's code. `recompute` lets layers
     recompute the outputs of gated MLPs (`activations`), also of norms (`norms`), or neither (`none`).
@@ -129,7 +126,7 @@ def recompute_inputs(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int
     from peft.tuners.lora import LoraLayer
 
     excluded = {module for part in exclude for module in part.modules()}
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, LoraLayer) and each not in excluded]
+    layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer) and part not in excluded]
     for layer in layers:
         replace(layer, "forward", partial(_forward_recomputing, layer.forward))
     return len(layers)
@@ -149,7 +146,7 @@ def _is_norm(name: str) -> bool:
     return name.endswith("RMSNorm")
 
 
-def _projections(module: nn.Module) -> tuple[str, ...] | None:
+def _find_projections(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of a gated MLP's projections, the output projection last; None for other modules."""
     for names in (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")):
         if all(isinstance(module._modules.get(name), nn.Module) for name in names):
@@ -159,12 +156,12 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Return whether a module is a gated MLP with its input as the only argument."""
-    if _projections(module) is None:
+    if _find_projections(module) is None:
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
+def _build_key(module: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for modules that differ only in the values of their weights."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     children = tuple(type(child) for child in module.children())
@@ -187,11 +184,11 @@ def _build_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
     for offset in (0.0, 1.0):
         reason = _test_norm(module, weight, float(eps), offset)
         if not reason:
-            return _norm_method(original, float(eps), offset, recompute)
+            return _make_norm_forward(original, float(eps), offset, recompute)
     return reason
 
 
-def _norm_method(original: Forward, eps: float, offset: float, recompute: bool) -> Forward:
+def _make_norm_forward(original: Forward, eps: float, offset: float, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or weight.requires_grad:
@@ -221,7 +218,7 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
 
 def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
     """Return the new forward of a gated MLP, or why the MLP keeps its own."""
-    names = _projections(module)
+    names = _find_projections(module)
     assert names is not None
     if "forward" in vars(module):
         return "its forward was already replaced"
@@ -231,22 +228,22 @@ def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
     for gated in (gelu_mul, silu_mul):
         reason = _test_mlp(module, names, gated)
         if not reason:
-            return _mlp_method(names, gated, recompute)
+            return _make_mlp_forward(names, gated, recompute)
     return reason
 
 
-def _multipliers(module: Any) -> tuple[float, float]:
+def _read_multipliers(module: Any) -> tuple[float, float]:
     """Return Falcon-H1's factors of the gate and of the result."""
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 
-def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forward:
+def _make_mlp_forward(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         if len(names) == 3:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        gate_factor, result_factor = _multipliers(self)
+        gate_factor, result_factor = _read_multipliers(self)
         if gate_factor != 1.0:
             gate = gate * gate_factor
         h = gated(gate, up)
@@ -260,7 +257,7 @@ def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forwar
 
 def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
     """Return how this MLP differs from `gated(gate, up)` between its projections; empty if it does not."""
-    probe, (gate_factor, result_factor) = copy.copy(module), _multipliers(module)
+    probe, (gate_factor, result_factor) = copy.copy(module), _read_multipliers(module)
     received: list[Tensor] = []
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:

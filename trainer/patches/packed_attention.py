@@ -20,7 +20,7 @@ from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
-from trainer.patches.attention_sinks import attend_per_document, causal_mask, flash_with_sinks, has_sinks
+from trainer.patches.attention_sinks import attend_per_document, build_causal_mask, flash_with_sinks, has_sinks
 from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
@@ -42,7 +42,7 @@ SUPPORT_FLAGS = {
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Make a model's block masks separate documents, even if its code passes no positions (Granite 4.0 H)."""
+    """Pass positions to `create_causal_mask` for models that do not (Granite 4.0 H), so masks separate documents."""
     modeling_file, decoder = sys.modules[type(base).__module__], base.base_model
     create = getattr(modeling_file, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):
@@ -102,7 +102,6 @@ def choose_attention(section: ModelSection) -> str | None:
 
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
-    """Call `copy_shared_heads` on a GPU without flash attention."""
     if device.type == "cuda" and not has_flash(device, dtype):
         copy_shared_heads()
 
@@ -130,11 +129,11 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
     if not has_flash(device, dtype):
         return
-    of_text = (None, model.config, model.config.get_text_config())
+    text_configs = (None, model.config, model.config.get_text_config())
     for path in find_non_text_modules(model):
         for module in model.get_submodule(path).modules():
             config = getattr(module, "config", None)
-            if "cu_seqlens" not in inspect.signature(module.forward).parameters or config in of_text:
+            if "cu_seqlens" not in inspect.signature(module.forward).parameters or config in text_configs:
                 continue
             if config._attn_implementation in ("sdpa", VARLEN):
                 AttentionInterface.register(TOWER, window_attention)
@@ -150,7 +149,7 @@ def can_share_keys(model: Any) -> bool:
 
 
 def set_varlen(model: Any) -> None:
-    """Make a loaded model use our attention."""
+    """Make a loaded model use our variable-length attention."""
     from transformers import AttentionInterface
 
     # No mask is registered, so transformers builds none. It would be L x L in every forward pass, and detecting packed
@@ -173,7 +172,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 @replaces("transformers' attention `sdpa`")
 def copy_shared_heads() -> None:
-    """Replace transformers' `sdpa` in this process by `sdpa_with_own_heads`."""
+    """Replace transformers' `sdpa` in this process with `sdpa_with_own_heads`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
@@ -218,8 +217,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation) it is
-    transformers' sdpa. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
+    transformers' sdpa runs. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
 
     If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
     The last of them belong to the document's own tokens.
@@ -260,7 +259,7 @@ def sequence_attention(
     sequence: SequencePart | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `varlen_attention`; with `sequence`, the inputs are one rank's tokens [1, heads, T/N, head_dim]."""
+    """Compute `varlen_attention`; with `sequence`, from and to one rank's tokens [1, heads, T/N, head_dim]."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)
@@ -282,7 +281,7 @@ def window_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention without a mask within each window; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Windows are the patches [cu_seq_lens_q[i], cu_seq_lens_q[i+1]); without bounds it is transformers' sdpa.
+    Windows are the patches [cu_seq_lens_q[i], cu_seq_lens_q[i+1]); without bounds, transformers' sdpa runs.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -320,7 +319,7 @@ def _attend_varlen(
     key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
     if key_index is not None:
         # Select rows [heads, head_dim], which are contiguous.
-        key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
+        key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
     if not has_flash(query.device, query.dtype):
         return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
     # The operator that varlen_attn calls. In torch 2.11 varlen_attn copies shared key heads.
@@ -378,4 +377,4 @@ def _build_mask(queries: int, keys: int, window: int | None, device: torch.devic
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None
-    return causal_mask(queries, keys, window, device)
+    return build_causal_mask(queries, keys, window, device)

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
 from trainer.config import UserError
+from trainer.config.errors import one_line
 from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
 from trainer.data.samples import Sample
 from trainer.model.model_kind import supports_sdpa
@@ -51,18 +53,22 @@ ROUNDING = 0.05
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
     """Raise UserError if logits depend on later tokens (the model is not causal); every rank must call it."""
     length = sum(LENGTHS)
-    tokens = _distant_tokens(model, length)
+    tokens = _build_distant_tokens(model, length)
     changed = tokens.clone()
     changed[-2] += 1  # the last token has no target, and may have no logits
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def compute_logits(ids: torch.Tensor) -> torch.Tensor:
         sample = Sample(ids.tolist(), [True] * length, [length])
         batch = collate([sample], pad_token_id, packed=False, flat=False)
-        return token_loss.logits(model, batch, device)[0][0][: length - 1].float()
+        return token_loss.compute_logits(model, batch, device)[0][0][: length - 1].float()
 
-    with _evaluating(model):
-        change = logits(changed) - logits(tokens)
-    if _compute_rms(change[:-1]) > _tolerance(model) * _compute_rms(change[-1:]):
+    with _refusing(f"base_model={base_model}", "use a causal language model", model):
+        if model.config.get_text_config() is not model.config:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                compute_logits(tokens)  # Molmo2 needs more than tokens, but only in training
+        with _evaluation_mode(model):
+            change = compute_logits(changed) - compute_logits(tokens)
+    if _compute_rms(change[:-1]) > _choose_tolerance(model) * _compute_rms(change[-1:]):
         raise UserError(
             f"base_model={base_model}: in {type(find_base_model(model)).__name__} tokens attend to later tokens, so "
             "there is nothing to predict; use a causal language model"
@@ -86,11 +92,12 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
         probe = _Probe(token_loss, model, base, pad_token_id, device)
         if not probe.flat:
             pass_positions_to_masks(base)
-        current = probe.separate_documents()
-        longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
-        longer.flat = probe.flat
-        if not current and longer.differs_from_alone():
-            current = "documents of a pack have different logits than alone"
+        with _refusing("dataset.packing=true", "set dataset.packing: false", model):
+            current = probe.separate_documents()
+            longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
+            longer.flat = probe.flat
+            if not current and longer.differs_from_alone():
+                current = "documents of a pack have different logits than alone"
         if not current:
             return probe.flat
         problem = problem or current
@@ -107,23 +114,23 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     original = base.config._attn_implementation
     if not can_share_keys(base) or has_separate_documents(base):
         return "its layers are not attention that can be replaced"
-    prompt, chosen = _distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
+    prompt, chosen = _build_distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
 
-    def logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
+    def compute_logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
         """Return the logits of the chosen and then the rejected answer."""
         ids = torch.cat([prompt, chosen, prompt, rejected]).tolist()
         sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
         batch = collate([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
-        values, targets = token_loss.logits(model, batch, device)
+        values, targets = token_loss.compute_logits(model, batch, device)
         return values[targets != IGNORED]
 
-    with _evaluating(model):
-        alone = logits(chosen, shared=False)
+    with _evaluation_mode(model):
+        alone = compute_logits(chosen, shared=False)
         set_varlen(base)
-        together = logits(chosen, shared=True)
-        change = logits(other_chosen, shared=True) - together
-    first, tolerance = LENGTHS[1], _tolerance(model)
+        together = compute_logits(chosen, shared=True)
+        change = compute_logits(other_chosen, shared=True) - together
+    first, tolerance = LENGTHS[1], _choose_tolerance(model)
     rounding = tolerance if alone.dtype == torch.float32 else ROUNDING
     if _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first]):
         reason = "the answers of a pair would see each other"
@@ -143,18 +150,19 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
     """
     length = 6 * part.size
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
-    sample = Sample(_distant_tokens(model, length).tolist(), [True] * length, documents)
+    sample = Sample(_build_distant_tokens(model, length).tolist(), [True] * length, documents)
     full_batch = collate([sample], pad_token_id, packed=True, flat=True)
     part_batch = part.cut(full_batch)
     start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
 
-    def logits(batch: MicroBatch) -> torch.Tensor:
-        values, targets = token_loss.logits(model, batch, device)
+    def compute_logits(batch: MicroBatch) -> torch.Tensor:
+        values, targets = token_loss.compute_logits(model, batch, device)
         return values[targets != IGNORED]
 
-    with _evaluating(model):
-        expected, actual = logits(full_batch)[start : start + part_batch.target_count], logits(part_batch)
-    tolerance = _tolerance(model) if actual.dtype == torch.float32 else ROUNDING
+    with _evaluation_mode(model):
+        expected = compute_logits(full_batch)[start : start + part_batch.target_count]
+        actual = compute_logits(part_batch)
+    tolerance = _choose_tolerance(model) if actual.dtype == torch.float32 else ROUNDING
     differs = torch.tensor(_compute_rms(actual - expected) > tolerance * _compute_rms(expected), device=device).int()
     if sum_over_ranks(differs):
         raise UserError(
@@ -176,36 +184,36 @@ class _Probe:
         self.flat = base.config._attn_implementation in FLAT_ATTENTION
         self._loss, self._model, self._base, self._device = token_loss, model, base, device
         self._pad_token_id, self._lengths = pad_token_id, lengths
-        self._tokens = _distant_tokens(model, sum(lengths))
+        self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each one separately; return a remaining problem.
+        """Make layers that carry state across documents compute each document separately; return a remaining problem.
 
         These layers use their kernels if the kernels separate documents.
         """
         changed_first, changed_last = self._tokens.clone(), self._tokens.clone()
         changed_first[: LENGTHS[0]] += 1
         changed_last[-2] += 1
-        tolerance, first = _tolerance(self._model), LENGTHS[0] - 1
+        tolerance, first = _choose_tolerance(self._model), LENGTHS[0] - 1
         separate: dict[type, list[PerDocument]] = {}
         problem, leaks = None, True
         while leaks:
             observer = _Observer(self._base, tolerance)
             with observer.watch():
-                logits = self._logits(self._tokens)
+                logits = self._compute_logits(self._tokens)
             with observer.watch():
-                change = self._logits(changed_first) - logits
+                change = self._compute_logits(changed_first) - logits
             mixes_documents = _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first])
             if mixes_documents:
                 problem = "documents of a pack attend to each other"
-            kinds = observer.leaking_classes()
-            failed = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
-            for each in failed:
-                each.by_kernels = False
+            kinds = observer.find_leaking_classes()
+            failed = [forward for kind in kinds for forward in separate.get(kind, ()) if forward.by_kernels]
+            for forward in failed:
+                forward.by_kernels = False
             new = kinds - separate.keys()
             separate |= {kind: compute_per_document(self._base, kind) for kind in new}
             leaks = bool(failed or new)
-        change = self._logits(changed_last) - logits
+        change = self._compute_logits(changed_last) - logits
         if _compute_rms(change[:-1]) > tolerance * _compute_rms(change[-1:]):
             # A separated layer may have needed its mask; then the documents are the problem.
             return problem if problem and separate else "tokens attend to later tokens"
@@ -214,19 +222,19 @@ class _Probe:
     def differs_from_alone(self) -> bool:
         """Return whether most tokens of the second document have different logits than without the first."""
         first = self._lengths[0]
-        together, alone = self._logits(self._tokens)[first - 1 :], self._logits(self._tokens[first:])
+        together, alone = self._compute_logits(self._tokens)[first - 1 :], self._compute_logits(self._tokens[first:])
         has_16_bits = self._base.get_input_embeddings().weight.element_size() == 2
-        change, size = (each.square().mean(-1).median() for each in (together - alone, alone))
+        change, size = (logits.square().mean(-1).median() for logits in (together - alone, alone))
         return bool(change > (ROUNDING if has_16_bits else LEAK) ** 2 * size)
 
     @torch.no_grad()
-    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits at all tokens except the last of each document."""
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
         batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
-        with _evaluating(self._model):
-            logits = self._loss.logits(self._model, batch, self._device)[0][0].float()
+        with _evaluation_mode(self._model):
+            logits = self._loss.compute_logits(self._model, batch, self._device)[0][0].float()
         return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]
 
 
@@ -279,9 +287,9 @@ class _Observer:
             if input_change <= self._tolerance and max(map(_compare_documents, old_results, results)) > limit:
                 self._leaking.add(path)
 
-    def leaking_classes(self) -> set[type]:
+    def find_leaking_classes(self) -> set[type]:
         """Return the classes of leaking layers, except attention, which gets bounds or a mask."""
-        innermost = [at for at in self._leaking if not any(other.startswith(f"{at}.") for other in self._leaking)]
+        innermost = [path for path in self._leaking if not any(other.startswith(f"{path}.") for other in self._leaking)]
         modules = [self._modules[path] for path in innermost if path not in self._inseparable]
         return {type(module) for module in modules if not hasattr(module, "is_causal")}
 
@@ -292,23 +300,37 @@ def _compare_documents(old: torch.Tensor, new: torch.Tensor) -> float:
     return _compute_rms(second) / max(_compute_rms(first), torch.finfo(torch.float32).tiny)
 
 
-def _distant_tokens(model: Any, length: int) -> torch.Tensor:
+def _build_distant_tokens(model: Any, length: int) -> torch.Tensor:
     """Return tokens that are spread evenly over the vocabulary."""
     return torch.arange(length) * (model.config.get_text_config().vocab_size // length)
 
 
-def _tolerance(model: Any) -> float:
+def _choose_tolerance(model: Any) -> float:
     has_experts = any("experts" in name for name, _ in model.named_modules())
     return LEAK_WITH_EXPERTS if has_experts else LEAK
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluation_mode(model: Any) -> Iterator[None]:
     training = model.training
     model.eval()
     with torch.compiler.set_stance("force_eager"):
         yield
     model.train(training)
+
+
+@contextmanager
+def _refusing(setting: str, fix: str, model: Any) -> Iterator[None]:
+    """Raise UserError where the model's own code fails on the probe's tokens."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, DistError):
+        raise
+    except Exception as error:
+        name, message = type(find_base_model(model)).__name__, one_line(str(error))
+        raise UserError(
+            f"{setting}: the forward pass of {name} fails ({type(error).__name__}: {message}); {fix}"
+        ) from error
 
 
 def _compute_rms(change: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
-from trainer.patches.mamba import CONVOLUTION, why_kernels_unused
+from trainer.patches.mamba import CONVOLUTION, explain_unused_kernels
 from trainer.patches.replace import replace
 
 CONVOLUTION_NAME = "causal_conv1d_fn"
@@ -133,7 +133,6 @@ def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positi
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested arguments or results."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -148,7 +147,7 @@ def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
                 run = partial(_keep_documents, layer._gradient_checkpointing_func)
                 replace(layer, "_gradient_checkpointing_func", run)
     modeling_file = sys.modules[kind.__module__]
-    if hasattr(modeling_file, CONVOLUTION_NAME) and why_kernels_unused(*CONVOLUTION):
+    if hasattr(modeling_file, CONVOLUTION_NAME) and explain_unused_kernels(*CONVOLUTION):
         replace(modeling_file, CONVOLUTION_NAME, partial(_convolve, getattr(modeling_file, CONVOLUTION_NAME)))
     layers = [module for module in base.modules() if type(module) is kind]
     forwards = [PerDocument(layer.forward) for layer in layers]
@@ -197,10 +196,10 @@ def describe_separate_documents(model: nn.Module) -> list[str]:
     return [f"packed documents: {count} {name} layers, {methods[kernels]}" for (name, kernels), count in counts.items()]
 
 
-def document_inputs(
+def build_document_inputs(
     base: nn.Module, position_ids: Tensor | None, move: Callable[[Tensor], Tensor]
 ) -> dict[str, Documents]:
-    """Return the argument that passes the documents of a pack to the model's layers, if they need it."""
+    """Return the argument that passes the documents of a pack to the model's layers; empty if no layer needs it."""
     if position_ids is None or not has_separate_documents(base):
         return {}
     return {"documents": Documents(position_ids, move, one_call=vars(base)[_MARK])}

@@ -15,8 +15,8 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 @torch.no_grad()
-def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
-    """Return c if the logits are c times the head's output (1 for most models, 1 / scaling for Granite), else None."""
+def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
+    """Return c if logits are c times the head's output (1 for most models, 1 / scaling for Granite), otherwise None."""
     factors: list[float] = []
     training = module.training
     module.eval()  # dropout would advance the random state of the first step
@@ -28,9 +28,9 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
     return factors[0] if factors[0] > 0 and len(set(factors)) == 1 else None
 
 
-def find_plain_head_obstacle(head: Any) -> str:
+def find_plain_head_problem(head: Any) -> str:
     """Return why this head cannot be fused with the loss; empty if it can."""
-    layer = linear_layer(head)
+    layer = get_linear_layer(head)
     if type(layer) is not nn.Linear:
         return "the head is adapted or not a linear layer" if head is not None else "the model computes all logits"
     if layer.bias is not None:
@@ -42,12 +42,12 @@ def find_plain_head_obstacle(head: Any) -> str:
     return ""
 
 
-def linear_layer(head: Any) -> Any:
+def get_linear_layer(head: Any) -> Any:
     """Return the layer inside PEFT's wrapper of a head with trained rows; return any other head unchanged."""
     return head.original_module if _has_trained_rows(head) else head
 
 
-def trained_rows(head: Any) -> TrainedRows | None:
+def get_trained_rows(head: Any) -> TrainedRows | None:
     """Return the trained rows of the head (`model.added_tokens`); None if there are none or the adapter is disabled."""
     if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
         return None

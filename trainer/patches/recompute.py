@@ -56,7 +56,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
         storage = "in host memory"
     if mode == "selective":
-        parts = feed_forward_parts(model)
+        parts = find_feed_forward_parts(model)
         if not parts:
             raise UserError(
                 "training.gradient_checkpointing=selective: no feed-forward part was found in this model's layers; "
@@ -79,7 +79,6 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 
 
 def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
-    """Return the function that runs a checkpoint."""
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if _is_random(model):
         run = _repeat_random_numbers
@@ -121,7 +120,7 @@ def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
     return f"the first {min(first, len(blocks))} of {len(blocks)} layers"
 
 
-def recomputed_whole(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
+def list_recomputed_layers(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
     """Return the recomputed decoder layers of a run that recomputes only the first ones."""
     return list(find_decoder_layers(model)[1])[: training.gradient_checkpointing_layers or 0]
 
@@ -149,7 +148,7 @@ def _is_random(model: Any) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
+def find_feed_forward_parts(model: nn.Module) -> list[nn.Module]:
     """Return the children of the decoder layers with weight matrices, adapted or not, except token mixers."""
     from peft.tuners.lora import LoraLayer
 
@@ -185,9 +184,9 @@ def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: 
         return run(function, *args)
 
 
-def free_host_memory() -> int:
-    """Return the bytes of host memory that may hold activations: the free memory minus a tenth of the total."""
-    return max(0, int(process_state.free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
+def compute_host_room() -> int:
+    """Return the bytes of host memory that may hold activations: free memory minus a tenth of the total."""
+    return max(0, int(process_state.read_free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
 
 
 class HostCopies:
@@ -224,7 +223,7 @@ class HostCopies:
         position = len(self._copies)
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel() or buffer.dtype != tensor.dtype:
-            if free_host_memory() < tensor.nbytes:
+            if compute_host_room() < tensor.nbytes:
                 return tensor
             buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._buffers[position] = buffer
@@ -304,6 +303,6 @@ class _Return(TorchDispatchMode):
 
 
 def has_random_attention(model: Any) -> bool:
-    """Return whether the model has attention dropout, for which recomputation would draw another mask."""
+    """Return whether the model has attention dropout, for which recomputation would draw a different mask."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

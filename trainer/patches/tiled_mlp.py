@@ -52,7 +52,7 @@ def _list_trained(part: nn.Module) -> list[Trained]:
     trained: list[Trained] = []
     for module in part.modules():
         tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        tensors |= {name: each for name, each in vars(module).items() if name in tensors and isinstance(each, Tensor)}
+        tensors |= {name: view for name, view in vars(module).items() if name in tensors and isinstance(view, Tensor)}
         trained += [(module, name, tensor) for name, tensor in tensors.items() if tensor.requires_grad]
     return trained
 
@@ -123,7 +123,7 @@ class _Tiled(torch.autograd.Function):
         assert len(trained) == len(ctx.needs_input_grad) - 5, "trained weights differ from those of the forward pass"
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        pieces = zip(*(_split(each, ctx.tile) for each in (x, grad, grad_x)), strict=True)
+        pieces = zip(*(_split(tensor, ctx.tile) for tensor in (x, grad, grad_x)), strict=True)
         with _read_leaves(trained) as leaves, torch.enable_grad():
             for piece, output_grad, input_grad in pieces:
                 leaf = piece.detach().requires_grad_()

@@ -82,7 +82,7 @@ class Steering:
         if divergence is None:
             self.information = build_information(section, model, self.tokens)
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
-        self.state = scu.initial(self.law)
+        self.state = scu.build_initial_state(self.law)
         self.records: list[dict[str, Any]] = []
         self.fitted: dict[str, float] | None = None
         """Set at the end of a run that held out reference text."""
@@ -91,7 +91,6 @@ class Steering:
 
     @property
     def lambda_(self) -> float:
-        """The current lambda."""
         return self.state.lambda_
 
     def check_target(
@@ -106,8 +105,8 @@ class Steering:
 
         Raises UserError with the reachable range, or only warns if the run `resumes` and may have few steps left.
 
-        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's,
-        for all remaining optimizer steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
+        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's
+        rate in all remaining steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
         the learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
         """
         if self.law.controller != "pi" or self.information is None:
@@ -120,7 +119,7 @@ class Steering:
         now = scu.s_ratio(data_bpt_now, self.information.bits(now_global.item()))
         target = self.law.target
         high = scu.s_ratio(MEMORIZED_BPT, bits_high)
-        warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
+        warnings = [warning] if (warning := scu.find_gain_warning(self.law)) else []
         if not low <= target <= high:
             problem = (
                 f"scu.target={target:g}: out of reach; S is {now:.3g} now, and these learning rates keep it within "
@@ -143,7 +142,7 @@ class Steering:
         self.settle()
         if self.divergence is not None:
             penalty = self.divergence.penalty(step, self.lambda_)
-            self._measured = self.divergence.local()
+            self._measured = self.divergence.local_sum()
             return penalty
         assert self.information is not None
         squares = self.information.squares()
@@ -191,7 +190,7 @@ class Steering:
         self._pending = _Pending(step, sums, copied, memory_mb)
 
     def settle(self) -> None:
-        """Apply the pending measurement, if any, to lambda. Called by `penalty`; an earlier call is equivalent."""
+        """Apply a pending measurement to lambda. `penalty` calls this; an earlier call is equivalent."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

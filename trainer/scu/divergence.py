@@ -38,12 +38,12 @@ class Reference:
         """Return the indices of this rank's documents in optimizer step `step` (1-based)."""
         return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
-    def batch(self, documents: Sequence[int]) -> MicroBatch:
+    def build_batch(self, documents: Sequence[int]) -> MicroBatch:
         """Collate the documents with these indices."""
         chosen = [self.documents[index] for index in documents]
         return collate(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
-    def tokens(self, step: int) -> int:
+    def count_tokens(self, step: int) -> int:
         """Return the number of positions at which all ranks together compare adapter and base in a step."""
         return sum(len(self.documents[index].input_ids) - 1 for index in self._select_all_ranks(step))
 
@@ -65,8 +65,8 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
     model.eval()
     for begin in range(0, len(reference.documents), reference.rows):
         chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
-        batch = reference.batch(chosen)
-        if not token_loss.in_chunks(batch, engine.device):
+        batch = reference.build_batch(chosen)
+        if not token_loss.is_in_chunks(batch, engine.device):
             break
         hidden = token_loss.compute_base_states(engine, batch, engine.device)
         lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
@@ -99,17 +99,17 @@ class Divergence:
         While lambda is 0, K is measured without a gradient.
         """
         selected = self.reference.select(step)
-        sum_local = self._token_loss.divergence(
+        sum_local = self._token_loss.compute_divergence(
             self._engine,
-            self.reference.batch(selected),
+            self.reference.build_batch(selected),
             self._engine.device,
-            base_states=self._base_output(selected),
+            base_states=self._read_base_states(selected),
             with_gradient=lambda_ > 0,
         )
         self._sum = sum_local.detach()
         if lambda_ == 0:
             return torch.zeros_like(self._sum)
-        return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
+        return sum_local * (lambda_ * self.reference.world_size / self.reference.count_tokens(step))
 
     def measure_all(self) -> float:
         """Return K on all documents in bits per token, repeating a few to fill all ranks; a collective call."""
@@ -119,17 +119,18 @@ class Divergence:
             self.penalty(step, 0.0)
             assert self._sum is not None
             total += self._sum
-        return sum_over_ranks(total).item() / sum(map(self.reference.tokens, range(1, count + 1))) / math.log(2.0)
+        return sum_over_ranks(total).item() / sum(map(self.reference.count_tokens, range(1, count + 1))) / math.log(2.0)
 
-    def _base_output(self, documents: Sequence[int]) -> Tensor:
+    def _read_base_states(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
             return to_device(torch.cat([self._base_states[index] for index in documents]), self._engine.device)
-        return self._token_loss.compute_base_states(self._engine, self.reference.batch(documents), self._engine.device)
+        batch = self.reference.build_batch(documents)
+        return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
-    def local(self) -> Tensor | None:
+    def local_sum(self) -> Tensor | None:
         """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
         return None if self._sum is None else self._sum.double()
 
     def bits(self, step: int, sum_global: float) -> float:
         """Return K of a step in bits per token from the sum over the ranks, clamped at 0 against rounding."""
-        return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
+        return max(0.0, sum_global / self.reference.count_tokens(step) / math.log(2.0))

@@ -99,10 +99,10 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """If `flat` holds the pairs in one buffer, it is read and differentiated without a copy."""
+        """If `flat` holds the pairs in one buffer, that buffer is read and differentiated without a copy."""
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
-        self.chunks = list(_chunks(pairs, flat))
+        self.chunks = list(_build_chunks(pairs, flat))
 
     def squares(self) -> Tensor:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
@@ -111,7 +111,7 @@ class AdapterInformation:
         on every rank. A collective call (`delta` gathers partitioned parameters) between a forward and its backward
         pass, when autograd sees each parameter's full shape and not (0,), the shape of a partitioned one.
         """
-        compute = _delta if self.measure == "delta" else _factors
+        compute = _compute_delta if self.measure == "delta" else _compute_factors
         with torch.no_grad():
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
@@ -142,7 +142,7 @@ class AdapterInformation:
         """
         low = high = 0.0
         for chunk in self.chunks:
-            a_NRI, b_NOR = chunk.stacked(_gather_whole)
+            a_NRI, b_NOR = chunk.stack(_gather_whole)
             if self.measure == "factors":
                 for weights, reach in ((a_NRI, reach_a), (b_NOR, reach_b)):
                     low += float((weights.abs() - reach).clamp(min=0).square().sum())
@@ -178,12 +178,12 @@ class _Chunk:
         stacks = self.flat.stacks
         return [[stacks[number][self.rows or slice(None)]] if number in stacks else [] for number in self.blocks]
 
-    def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
+    def stack(self, read: Any) -> tuple[Tensor, Tensor]:
         """Return A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose updates below 1/256 of the sum."""
         dtype = torch.promote_types(self.a[0].dtype, torch.float32)
         if self.flat is not None:
             down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
-            return _matrices(down).to(dtype), _matrices(up).to(dtype)
+            return _flatten_experts(down).to(dtype), _flatten_experts(up).to(dtype)
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
         # cat and view: stack would create a view of each tensor, which is slow for hundreds of small ones.
@@ -197,7 +197,7 @@ class _Chunk:
         return gradient.view(len(self.a), *experts, *gradient.shape[1:])
 
 
-def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
+def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
     groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
     for pair in pairs:
         kind = (whole_shape(pair.a), whole_shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device)
@@ -247,20 +247,20 @@ class _WithGradient(torch.autograd.Function):
         return tuple(outputs)
 
 
-def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    a_NRI, b_NOR = chunk.stacked(_gather_whole)
-    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _gram(b_NOR)
+def _compute_delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stack(_gather_whole)
+    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _compute_gram(b_NOR)
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
     return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
 
 
-def _matrices(stacked: Tensor) -> Tensor:
+def _flatten_experts(stacked: Tensor) -> Tensor:
     """Flatten [layers, E, R, I] of experts to [N, R, I]."""
     return stacked.reshape(-1, *stacked.shape[-2:])
 
 
-def _gram(b_NOR: Tensor) -> Tensor:
+def _compute_gram(b_NOR: Tensor) -> Tensor:
     """Compute B^T B per layer, split along O, since a GPU computes a small product in a single thread block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
@@ -268,10 +268,10 @@ def _gram(b_NOR: Tensor) -> Tensor:
     return (parts.mT @ parts).view(layers, pieces, rank, rank).sum(dim=1)
 
 
-def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    a_NRI, b_NOR = chunk.stacked(_mask_to_shard)
+def _compute_factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stack(_mask_to_shard)
     # The engine averages gradients over the ranks, but only one rank contributes each shard.
-    weight = _partitions(chunk.a[0])
+    weight = _count_partitions(chunk.a[0])
     value = weight * (a_NRI.square().sum() + b_NOR.square().sum())
     return value, 2 * weight * a_NRI, 2 * weight * b_NOR
 
@@ -281,7 +281,7 @@ def _inner_product(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
     return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
 
 
-def _partitions(parameter: Partitionable) -> int:
+def _count_partitions(parameter: Partitionable) -> int:
     """Return the number of shards of a parameter under ZeRO-3; 1 if it is not partitioned."""
     return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
@@ -296,7 +296,7 @@ def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
     gathered: dict[int, Tensor] = {}
     if partitioned:
         shards = torch.cat([get_local_shard(p).to(p.device) for p in partitioned])
-        ranks = _partitions(partitioned[0])
+        ranks = _count_partitions(partitioned[0])
         buffer = shards.new_empty(ranks * shards.numel())
         dist.all_gather_into_tensor(buffer, shards, group=get_partition_group(partitioned[0]))
         columns = buffer.view(ranks, -1).split([get_local_shard(p).numel() for p in partitioned], dim=1)

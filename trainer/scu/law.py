@@ -16,7 +16,7 @@ The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence o
 The sign is plus: too much information raises lambda. ln lambda is itself an integrator, so in the published law Kp is
 integral action and Ki double integral action. There, S at twice the target gives e = 0.001 if the target is 0.1 %, and
 e = 0.25 if it is 25 %. In the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
-Every rank runs this on the same reduced measurement in double precision, hence with bitwise equal results.
+Every rank runs this on the same reduced measurement in double precision, so the results are bitwise equal.
 """
 
 import math
@@ -91,7 +91,7 @@ class State:
     """False until M first reaches the target, for laws that wait for it."""
 
 
-def initial(law: Law) -> State:
+def build_initial_state(law: Law) -> State:
     """Return the state before the first measurement; the controller `none` keeps lambda at 0."""
     waits = law.controller == "pi" and law.form != "published"
     is_off = law.controller == "none" or (waits and law.form == "kl")
@@ -115,7 +115,7 @@ def advance(law: Law, state: State, measured: float) -> State:
     state = replace(state, smoothed=smoothed, error=error)
     if law.controller == "pi":
         return _advance_published(law, state, error)
-    return replace(state, lambda_=_scheduled_lambda(law, state.updates))
+    return replace(state, lambda_=_compute_scheduled_lambda(law, state.updates))
 
 
 def _advance_pi(law: Law, state: State, measured: float) -> State:
@@ -169,7 +169,7 @@ def _exp(value: float) -> float:
     return math.exp(_clip(value, -700.0, 700.0))
 
 
-def _scheduled_lambda(law: Law, updates: int) -> float:
+def _compute_scheduled_lambda(law: Law, updates: int) -> float:
     progress = min(updates / law.total_updates, 1.0)
     span = law.lambda_max - law.lambda_start
     match law.controller:
@@ -251,8 +251,8 @@ def _check_gains(law: Law) -> None:
         raise ValueError(f"ki={law.ki:g}: {problem}; use auto for both gains")
 
 
-def gain_warning(law: Law) -> str | None:
-    """Return a warning if the published law's gains make lambda oscillate, else None; other laws reject such gains.
+def find_gain_warning(law: Law) -> str | None:
+    """Return a warning if the published law's gains make lambda oscillate, or None; other laws reject such gains.
 
     The published Granite gains give no warning: they are the defaults of `zerolora scu-train`, and docs/lab/scu.md
     shows how far lambda oscillates with them.
@@ -271,7 +271,7 @@ def gain_warning(law: Law) -> str | None:
 
 
 def published_target(base_parameters: int) -> float:
-    """Return the published S_target by size of the base model: 1 % at 1B, 3 % at 3B to 7B (else the nearest).
+    """Return the published S_target for a size of the base model: 1 % at 1B, 3 % at 3B to 7B; otherwise the nearest.
 
     The values were found with the measure `factors` and do not apply to `delta`.
     """

@@ -31,8 +31,8 @@ def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
     if law.controller not in ("pi", "fixed"):
         return state, []
     if state.lambda_ == 0.0 and state.started:  # saved by the controller `none`
-        fresh = scu.initial(law)
-        return fresh, [f"scu.controller={law.controller}: was none; lambda begins at {fresh.lambda_:g}"]
+        new_state = scu.build_initial_state(law)
+        return new_state, [f"scu.controller={law.controller}: was none; lambda begins at {new_state.lambda_:g}"]
     if law.controller == "fixed":
         lambda_ = law.lambda_start
     else:

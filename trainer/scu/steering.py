@@ -66,17 +66,17 @@ def build_divergence(
     """Build the measurement of K on the texts in scu.reference; a collective call."""
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
-    scales = scu.controller == "pi" and scu.scale_to_target
-    held_out = choose_held_out(len(prepared.reference)) if scales else set()
+    should_scale = scu.controller == "pi" and scu.scale_to_target
+    held_out = choose_held_out(len(prepared.reference)) if should_scale else set()
     texts = [text for number, text in enumerate(prepared.reference) if number not in held_out]
     reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
     length, stats = reference_length, prepared.data.stats
     if isinstance(prepared.data.train, Samples):
         length = stats.tokens / len(prepared.data.train)
-    wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
+    sequences = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
     reference = Reference(
         documents=texts,
-        rows=min(max(1, round(wanted * length / reference_length)), max(1, len(texts) // ranks.world_size)),
+        rows=min(max(1, round(sequences * length / reference_length)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=config.seed,
@@ -85,14 +85,14 @@ def build_divergence(
         flat=flat,
     )
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
-    if scales and not held_out:
+    if should_scale and not held_out:
         say(f"scu: fewer than {MIN_TEXTS} reference texts, too few to hold some out for scu.scale_to_target")
     states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
     size = width * sum(len(text.input_ids) - 1 for text in texts)
-    pays = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
-    if pays if scu.reference_cache == "auto" else scu.reference_cache:
+    is_worthwhile = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
+    if is_worthwhile if scu.reference_cache == "auto" else scu.reference_cache:
         states = cache_base_states(engine, token_loss, reference)
         status = "not cached: this head needs full logits"
         if states:
@@ -120,7 +120,7 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
     fitted = find_scale(kl_bits, steering.law.target, len(held_out.reference.documents))
     steering.fitted = asdict(fitted)
     scale_adapter(model, fitted.factor)
-    say(fitted.line(steering.law.target))
+    say(fitted.format_summary(steering.law.target))
     return fitted.factor
 
 
@@ -133,8 +133,7 @@ class ScaleFit:
     kl_bits: float
     texts: int
 
-    def line(self, target: float) -> str:
-        """Return a line for the console."""
+    def format_summary(self, target: float) -> str:
         result = f"scu.scale_to_target: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
         if self.kl_bits_before <= target:
             return f"{result}, within the target of {target:g}"
@@ -153,7 +152,7 @@ def choose_held_out(count: int) -> set[int]:
 
 
 def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if none is."""
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if no c is."""
     low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2

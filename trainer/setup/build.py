@@ -28,7 +28,7 @@ from trainer.monitor.hooks import (
 )
 from trainer.monitor.profiler import StepProfiler
 from trainer.parallel.engine.adapter_choice import find_choice
-from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, build_deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
@@ -52,7 +52,7 @@ class Builder:
         self._config, self._decisions, self._task, self._ranks, self._device = config, decisions, task, ranks, device
         self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
         # DeepSpeed's configuration; stage 3 partitions the weights with it while they are read.
-        self._engine_config = deepspeed_config(
+        self._engine_config = build_deepspeed_config(
             config.training,
             engine_zero(config),
             precision,
@@ -61,19 +61,19 @@ class Builder:
             guarded=bool(config.runs),
         )
         self.guard: AdapterGuard | None = None
-        """Clips, or skips, the update of each of several adapters; set by `engine`."""
+        """Clips or skips the update of each adapter if there are several; set by `start_engine`."""
 
-    def model(self) -> tuple[Any, list[Any]]:
+    def build_model(self) -> tuple[Any, list[Any]]:
         """Build the base model with its adapter; return it with lines for the console, the most important one first.
 
-        The lines warn if the model does not allow what was decided.
+        The lines include warnings about decisions that the model does not allow.
         """
         config, task = self._config, self._task
-        shards = self._layer_shards()
+        shards = self._build_layer_shards()
         with phase("weights"):
             model = task.load_base(self._dtype, self._engine_config, shards)
-        wanted = self._patches(shards)
-        lines = [self._decisions.line(), *install_on_base(model, wanted)]
+        patches = self._plan_patches(shards)
+        lines = [self._decisions.format_summary(), *install_on_base(model, patches)]
         # The adapter's initialization must not depend on random numbers drawn while loading.
         set_seed(config.seed)
         if config.runs:
@@ -93,7 +93,7 @@ class Builder:
                 )
             lines += list_rank_warnings(config.lora) + describe_unadapted_layers(model, config.lora)
             lines += describe_unadapted(model)
-        lines += install_on_adapted(model, wanted)
+        lines += install_on_adapted(model, patches)
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
         set_seed(config.seed + self._ranks.rank)
@@ -102,7 +102,7 @@ class Builder:
                 choice.seed(name, run.seed + self._ranks.rank)
         return model, [*self._summarize(model), *lines]
 
-    def engine(self, model: Any) -> tuple[Engine, StepLoss]:
+    def start_engine(self, model: Any) -> tuple[Engine, StepLoss]:
         """Start DeepSpeed's engine with the model and a new optimizer; return it with the model's loss."""
         config, decisions = self._config, self._decisions
         if config.training.torch_compile:
@@ -124,15 +124,15 @@ class Builder:
             self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
-    def step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
+    def build_step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         """Return the loss of training steps, which replays CUDA graphs if the settings and the model allow it."""
-        mode, wanted = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
-        if mode == "off" or not wanted or not isinstance(loss, TokenLoss):
+        mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
+        if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
         return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss
 
-    def hooks(
+    def build_hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
         skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
         *, alone: bool = True,
@@ -176,8 +176,8 @@ class Builder:
             lines.append(table)
         return lines
 
-    def _layer_shards(self) -> LayerShards | None:
-        """Return the shards for loading the base per layer; None if DeepSpeed gathers it, or groups have one rank."""
+    def _build_layer_shards(self) -> LayerShards | None:
+        """Return the shards for loading the base per layer; None if DeepSpeed gathers it or each group is one rank."""
         zero = self._config.zero
         if self._decisions.gather.value != "layer":
             return None
@@ -199,13 +199,13 @@ class Builder:
     def _describe_gather(self, shards: LayerShards | None) -> str:
         gather = self._decisions.gather
         if shards is not None:
-            return shards.line()
+            return shards.format_summary()
         if gather.value == "layer":
             alone = not dist.is_initialized() or dist.get_world_size() == 1
             return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
         return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
 
-    def _patches(self, shards: LayerShards | None) -> PatchPlan:
+    def _plan_patches(self, shards: LayerShards | None) -> PatchPlan:
         """Return the patches to install on the model (trainer/patches/installation.py)."""
         config, decisions = self._config, self._decisions
         return PatchPlan(

@@ -19,7 +19,7 @@ from trainer.parallel.ranks.agreement import meet
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 from trainer.tasks.task import Task
 
 
@@ -30,11 +30,11 @@ def join(
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
     Returns the precision, the memory plan, the task and the number of steps. The plan has the decisions and the
-    configuration without `auto`. `notes` are those from loading the configuration. Raises UserError if ranks differ.
+    configuration without `auto`. `notes` come from loading the configuration. Raises UserError if ranks differ.
     """
     join_ranks(config, notes, ranks, lock, say)
     precision = resolve_precision(config.training.precision, ranks.device())
-    memory = plan_memory(kind_of(config).planner, config, prepared, ranks, ranks.device(), precision)
+    memory = plan_memory(find_model_kind(config).planner, config, prepared, ranks, ranks.device(), precision)
     for note in memory.notes:
         say(note)
     return precision, memory, *define_task(config, memory.config, prepared, ranks, precision, say)
@@ -60,7 +60,7 @@ def define_task(
     config: RunConfig, resolved: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
     """Return the task and its number of steps, and print them; `resolved` is the configuration without `auto`."""
-    task = kind_of(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
+    task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)

@@ -12,7 +12,7 @@ from trainer.model.base import empty_model
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import has_local_weights
 from trainer.setup.shown_data import show_images, show_text
-from trainer.setup.text_run import assume_planner, find_task, prepare_text_run, read_model_files
+from trainer.setup.text_run import build_draft_planner, find_task, prepare_text_run, read_model_files
 from trainer.tasks.images.files import DIFFUSERS
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
@@ -27,14 +27,13 @@ class LanguageKind:
     planner = Planner
     prepare = staticmethod(prepare_text_run)
     read_files = staticmethod(read_model_files)
-    assume_planner = staticmethod(assume_planner)
+    build_draft_planner = staticmethod(build_draft_planner)
     show_data = staticmethod(show_text)
 
     task = staticmethod(find_task)
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
-        """Return whether the weights are on this machine."""
         return is_random(config.base_model) or has_local_weights(config.base_model, config.model)
 
     @staticmethod
@@ -71,7 +70,7 @@ class ImageKind:
         return True
 
     @staticmethod
-    def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+    def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
         pipeline, side = read_pipeline(config.base_model, config.model), config.image.resolution
         planner = ImagePlanner.from_run(machine, config, Prepared(None, pipeline, None))
         return planner, [f"every image counts as {side} x {side}"]
@@ -83,25 +82,24 @@ class ImageKind:
         return model, [f"model: {config.base_model}: {name}, {model.denoiser.num_parameters():,} parameters"]
 
 
-def kind_of(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
+def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
     """Return the kind of a run's model, from `task` or, if that is auto, from `base_model`."""
     if config.task == "auto":
         return ImageKind if is_pipeline(config.base_model, config.model) else LanguageKind
     return ImageKind if config.task == "image" else LanguageKind
 
 
-def kind_of_adapter(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
+def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
     """Return the kind of a finished run from its adapter's files, because the base may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 
-def task_of(run: FinishedRun) -> type[Task]:
-    """Return the class of a finished run's task."""
-    return kind_of_adapter(run).task(run.config)
+def find_task_class(run: FinishedRun) -> type[Task]:
+    return find_adapter_kind(run).task(run.config)
 
 
 def refuse_unsupported(run: FinishedRun, use: str) -> None:
     """Raise UserError if the run's task does not support `use`, a command or one of its options."""
-    task = task_of(run)
+    task = find_task_class(run)
     if reason := task.unsupported.get(use):
         raise UserError(f"{run.folder}: is an adapter of {task.title}; {reason}")

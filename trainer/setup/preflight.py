@@ -27,7 +27,7 @@ from trainer.model.model_source import build_load_error, check_source
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.setup.kinds import kind_of
+from trainer.setup.kinds import find_model_kind
 
 
 def prepare(
@@ -44,20 +44,25 @@ def prepare(
     """
     if config.runs:
         check_output_folder(config)
-        return _join_prepared([name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
+        report(_describe_adapters(config))
+        return _join_prepared([name_adapter(prepare, run, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
-    prepared = kind_of(config).prepare(config, report, model_files)
+    prepared = find_model_kind(config).prepare(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which need fewer steps.
     list_step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
+def _describe_adapters(config: RunConfig) -> str:
+    return f"checking the model {config.base_model} and the data of {len(config.runs)} adapters"
+
+
 def _join_prepared(adapters: Sequence[Prepared]) -> Prepared:
-    """Return the data of the first adapter, with those of all in `adapters`. Raises UserError for images."""
+    """Return the first adapter's data with the data of all in its `adapters`. Raises UserError for images."""
     if any(map(has_images, adapters)):
-        raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
+        raise UserError("adapters: image models support only one adapter at a time; remove adapters")
     return replace(adapters[0], adapters=tuple(adapters))
 
 
@@ -106,13 +111,14 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """Prepare a run, and verify the whole checkpoint that it resumes, if any."""
+    """Prepare a run; if it resumes a checkpoint, verify all of that checkpoint."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
-        each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
-        return _join_prepared([prepared for prepared, _ in each]), each[0][1]
+        report(_describe_adapters(config))
+        results = [name_adapter(prepare_to_resume, run, world_size, to_train=to_train) for run in config.runs]
+        return _join_prepared([prepared for prepared, _ in results]), results[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
     config = config.fit_max_length(prepared.longest)
@@ -125,7 +131,7 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
         return
     from trainer.patches.installation import load_operators  # imports the operators
 
-    report("building the operators, unless they are cached")
+    report("loading the operators (built at their first use)")
     load_operators(config.ops.backend)
 
 

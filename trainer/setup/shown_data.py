@@ -10,7 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import printable
+from trainer.config.errors import format_count, printable
 from trainer.config.types import AUTO
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.batches import Batches
@@ -31,10 +31,12 @@ SHOWN_DOCUMENTS = 2
 STREAM_EXAMPLES = 200
 # Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
+# Pixels along the longer side of an image in a terminal.
+DRAWN_PIXELS = 32
 
 
 def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print the first samples, statistics and warnings; or a line for each document of a step, counted from 1."""
+    """Print the first samples, statistics and warnings; with `step` (from 1), only a line for each of its documents."""
     PROGRESS.show(f"reading {config.base_model} and the data")
     prepared = read_data(config)
     tokenizer, data = prepared.tokenizer, prepared.data
@@ -96,7 +98,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print a line for each of the first images, and statistics; or a line for each image of a step, counted from 1."""
+    """Print a line for each of the first images, and statistics; with `step` (from 1), a line for each image."""
     data = prepare_image_run(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
@@ -118,7 +120,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
 
 
 def find_mask_warnings(stats: DataStats) -> list[str]:
-    """Return warnings about probable mistakes in the loss masks, which train on nothing or everything."""
+    """Return warnings if the loss masks train on nothing or on everything, which is probably a mistake."""
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
@@ -139,15 +141,29 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colors or not weight else f"⟦{part}⟧", style=style)
         for stored in (image for images in document.images for image in images):
-            width, height = decode_image(*(shown := read_stored(stored))).size
-            text.append(f"\n[image of {width} x {height} pixels {shown[1]}]", style="cyan")
+            image = decode_image(*(shown := read_stored(stored)))
+            text.append(f"\n[image of {image.width} x {image.height} pixels {shown[1]}]", style="cyan")
+            if colors:
+                text.append(_draw_image(image))
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
-        text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
-    tokens, trained_tokens = len(sample.input_ids), sum(weight > 0 for weight in sample.trained)
+        text.append(f"\n──── and {format_count(more, 'more document')} in this pack ────", style="cyan")
+    tokens, trained_tokens = len(sample.input_ids), _count_targets(documents)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     fraction = trained_tokens / tokens if tokens else 0.0
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
+
+
+def _draw_image(image: Any) -> Text:
+    """Draw an image with half blocks, two pixels to a character."""
+    image.thumbnail((DRAWN_PIXELS, DRAWN_PIXELS))
+    text = Text()
+    for y in range(0, image.height, 2):
+        text.append("\n")
+        for x in range(image.width):
+            top, bottom = image.getpixel((x, y)), image.getpixel((x, min(y + 1, image.height - 1)))
+            text.append("▀", style=f"rgb{top} on rgb{bottom}".replace(", ", ","))
+    return text
 
 
 def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
@@ -157,7 +173,12 @@ def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
         documents=len(documents),
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(weight > 0 for document in documents for weight in document.trained[1:]),
+        target_tokens=_count_targets(documents),
         max_length=data.max_length,
         prompt_text=data.prompt_text,
     )
+
+
+def _count_targets(documents: Iterable[Sample]) -> int:
+    """Count the tokens with loss; the first token of a document is never predicted."""
+    return sum(weight > 0 for document in documents for weight in document.trained[1:])

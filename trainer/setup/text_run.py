@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, UserError
+from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import shown
 from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
@@ -16,7 +17,7 @@ from trainer.data.prompt_files import sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
-from trainer.model.adapter import check_added_tokens, list_bias_warnings
+from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_initial_adapter
 from trainer.model.base import (
     check_weights,
     context_length,
@@ -48,7 +49,6 @@ TASKS = {"preference": PreferenceTask, "reward": RewardTask}
 
 
 def find_task(config: RunConfig) -> type[LanguageTask]:
-    """Return the class of the run's task."""
     return TASKS.get(config.task, LanguageTask)
 
 
@@ -65,7 +65,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     elif files.longest is not None and original.dataset.max_length > files.longest:
         setting = f"dataset.max_length={original.dataset.max_length}"
         problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
-        notes += (f"warning: {setting}: {problem}. Set model.rope_scaling, or reduce it.",)
+        notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
     # Check these before the data is tokenized, which may take long.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
@@ -74,7 +74,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         build_metric(name, config.evaluation)
     reference = load_reference(config, files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
+    report(f"preparing the data {', '.join(map(str, paths))}")
     check = find_task(config).check_data
     data = tokenize(config, files, check=lambda stats: check(config, stats))
     check_images(config, data.stats)
@@ -108,7 +108,7 @@ def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats],
 
 
 def check_images(config: RunConfig, stats: DataStats) -> None:
-    """Raise UserError for settings that do not work with images yet."""
+    """Raise UserError for settings that do not work with images, or that have no effect without them."""
     if not (stats.with_images or (stats.evaluation or stats).with_images):
         pixels = ((f"dataset.{name}", getattr(config.dataset, name)) for name in ("min_pixels", "max_pixels"))
         for name, value in (*((f"vision.{name}", value) for name, value in config.vision), *pixels):
@@ -156,6 +156,9 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
+    initial = read_initial_adapter(config)
+    if initial and initial.get("init_lora_weights", True) is True:  # others compute with the weights
+        load_initial_adapter(empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
 
@@ -164,7 +167,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
     """Load the texts of scu.reference. Raises UserError, also for invalid settings of the SCU."""
     if not config.scu.enabled:
         return None
-    # A placeholder below 2B: parameters are counted when the weights are loaded.
+    # Parameters are counted when the weights are loaded; any number below 2B gives the same checks.
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
@@ -183,24 +186,24 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
         return build_random_config(PREFIX + shape), note
 
 
-def assume_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
     """Build a planner for a run that has not been prepared; return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(context_length(model_config))
-    prepared, why = Prepared(None, model_config, None), ""
+    prepared, reason = Prepared(None, model_config, None), ""
     try:
-        found = read_data(config)
-        prepared = replace(found, reference=load_reference(config, found.tokenizer))
+        prepared = read_data(config)
+        prepared = replace(prepared, reference=load_reference(config, prepared.tokenizer))
     except UserError as error:
-        why = f" ({error})"
+        reason = f" ({error})"
     planner = Planner.from_run(machine, config, prepared)
-    label = "every sequence counts as" if why else "every sequence of the stream counts as"
+    label = "every sequence counts as" if reason else "every sequence of the stream counts as"
     label = "longest sequence in the data:" if planner.lengths.samples else label
     scan = ""
     if any(is_mamba_2(module) for module in planner.shapes.model.modules()):
         plain = "in plain torch; the kernels of the extra `mamba` need less memory"
         scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
-    return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{why}", scan) if line]
+    return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{reason}", scan) if line]
 
 
 def read_data(config: RunConfig) -> Prepared:

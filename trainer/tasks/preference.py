@@ -20,6 +20,7 @@ from torch import nn
 
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import format_count
 from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.grouping import DataStats
@@ -117,11 +118,11 @@ class PreferenceLoss(TokenLoss):
         counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
-        elif self._has_reference and self.in_chunks(batch, device):
+        elif self._has_reference and self.is_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
         elif self._has_reference:
             reference = self.reference(model, batch, device)
-        measures = self.by_token(model, batch, device, states)
+        measures = self.measure_by_token(model, batch, device, states)
         if states is not None:
             reference = self._sum_answers(measures[BASE_LOSS], batch)
         self._add_tokens(measures.detach(), batch, with_reference=states is not None)
@@ -154,7 +155,7 @@ class PreferenceLoss(TokenLoss):
         """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
         without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
         with self._outside_step(batch, device), torch.no_grad(), without:
-            return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch)
+            return self._sum_answers(self.measure_by_token(model, batch, device)[LOSS], batch)
 
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
@@ -300,7 +301,8 @@ class PreferenceTask(LanguageTask):
         loss = next(iter(config.preference.loss))
         check_answers(config, stats, LABELED if loss == "kto" else PAIRS, partial(_check_labels, loss))
         if stats.margins:
-            return [f"warning: dataset: {stats.margins:,} pairs have a margin, which only task: reward uses"]
+            pairs = format_count(stats.margins, "pair")
+            return [f"warning: dataset: margins are ignored ({pairs}): only task: reward uses them"]
         return []
 
     @classmethod

@@ -60,7 +60,7 @@ class RewardLoss(TokenLoss):
         margin = 0.0 if margins is None else to_device(margins, scores.device)
         return -logsigmoid(chosen - rejected - margin) + self._center * (chosen + rejected).square()
 
-    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the score of every position [B, L, 1], and targets [B, L], on the device."""
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1))
         return scores.view(*batch.input_ids.shape, 1), to_device(batch.targets, device)
@@ -70,7 +70,7 @@ class RewardLoss(TokenLoss):
 
         transformers pools the scores to one position per row, so the selected scores are broadcast to all positions.
         """
-        inputs, _ = self._inputs(batch, device)
+        inputs, _ = self._build_inputs(batch, device)
         head = self._base.score
         rows, length = batch.input_ids.shape
 

@@ -76,7 +76,7 @@ struct LtCall {
   }
 };
 
-// Multiplies by cuBLAS with a scale for each row of both operands; returns false if it does not support the case.
+// Multiplies with cuBLAS and a scale for each row of both operands; returns false if cuBLAS does not support the case.
 inline bool outer_scaled_product(const Matrix& y, const Scaled& of, float beta, cudaStream_t stream) {
   if (!of.fp8() || y.type != DType::bf16 || device_info(of.q).capability != 90 || of.depth() % 16 != 0 ||
       y.cols % 16 != 0 || !aligned(y.data, y.ld) || !aligned(of.right.const_data_ptr(), 0))
@@ -105,7 +105,7 @@ inline bool outer_scaled_product(const Matrix& y, const Scaled& of, float beta, 
 inline bool outer_scaled_product(const Matrix&, const Scaled&, float, cudaStream_t) { return false; }
 #endif
 
-// Multiplies int8 by torch's product, some rows at a time to limit the memory of its int32 sums.
+// Multiplies int8 with torch's product, some rows at a time to limit the memory of its int32 sums.
 inline void int8_product(const Matrix& y, const Scaled& of, float beta, cudaStream_t stream) {
   constexpr int64_t kRowsAtOnce = 4096, kFewest = 17;  // _int_mm needs more than 16
   const Tensor transposed = of.right.t();

@@ -1,6 +1,6 @@
 // Helpers of the experts' kernels: a CTA's rows, and products of 16 rows from registers loaded in memory order.
 //
-// A product's K index may be permuted if both operands are, and so may its columns. So lanes load 8 or 16 adjacent
+// A product's K index may be permuted if both operands are, and so may its columns. Thus lanes load 8 or 16 adjacent
 // bytes without shared memory. A lane has rows lane / 4 and lane / 4 + 8 of the 16, and piece lane % 4 of a row.
 #pragma once
 #include "common.cuh"

@@ -121,7 +121,7 @@ struct Group : torch::autograd::Function<Group> {
     ctx->saved_data["rows"] = rows.vec();
     ctx->saved_data["scales"] = scales.vec();
     ctx->saved_data["p"] = p;
-    ctx->set_materialize_grads(false);  // else zeros would be allocated for h, which has no gradient
+    ctx->set_materialize_grads(false);  // otherwise zeros would be allocated for h, which has no gradient
     outputs.push_back(h);
     ctx->mark_non_differentiable({outputs.back()});
     return outputs;

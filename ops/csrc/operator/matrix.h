@@ -131,7 +131,7 @@ inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
   return shape;
 }
 
-// C = alpha op(A) op(B) + beta C by cuBLAS on torch's handle (its stream, workspace and precision settings); op
+// C = alpha op(A) op(B) + beta C with cuBLAS on torch's handle (its stream, workspace and precision settings); op
 // transposes if `transpose_*` is set.
 inline void product(const Matrix& c, float alpha, const Matrix& a, bool transpose_a, const Matrix& b, bool transpose_b,
                     float beta, cudaStream_t stream) {

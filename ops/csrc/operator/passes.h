@@ -139,8 +139,8 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   if (bias.defined()) view(y).add_(bias);
 }
 
-// Computes y = h Q^T by Hopper's kernel, with Q as [D,R] or, by rank, [R,D]; returns false if it does not support the
-// case.
+// Computes y = h Q^T with Hopper's kernel, with Q as [D,R] or, by rank, [R,D]; returns false if that kernel does not
+// support the case.
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
   const Expand job = expand_job(y, h, q, by_rank);

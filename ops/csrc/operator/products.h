@@ -17,7 +17,7 @@ struct Weights {
 // The name of frozen products in profiles.
 constexpr const char* kFrozenProduct = "zerolora::frozen_product";
 
-// Computes y = x W^T forward, dY W backward, by cuBLAS; beta = 1 adds it to y.
+// Computes y = x W^T forward, dY W backward, with cuBLAS; beta = 1 adds the product to y.
 inline void frozen_product(const Matrix& y, const Matrix& x, const Matrix& weight, bool forward, float beta,
                            cudaStream_t stream) {
   RECORD_FUNCTION(kFrozenProduct, c10::ArrayRef<const c10::IValue>());

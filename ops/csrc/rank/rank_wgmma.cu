@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   }
 }
 
-// Masks tiles in place; wgmma reads shared memory through another proxy, hence the fence. In each of its rows a thread
+// Masks tiles in place; wgmma reads shared memory through another proxy, which needs a fence. In each row a thread
 // masks the pieces of 8 elements `piece`, + 4, + 8 and + 12: those of one word of Dropout::bits.
 template <int RP, int kBlocks, bool kU, bool kG>
 __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem& a, char* shared, int tiles,

@@ -60,7 +60,7 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kStageBytes = kTile + kPTileBytes + kBitsBytes;
   static constexpr int kExchangeBytes = kBoth ? kExchanges * Slices<RP>::kBytes : 0;
   // V of a row of tiles is copied when the tile `stages` before the row's first is done; by then the row that used this
-  // slot before must be done as well.
+  // slot before must also be done.
   static constexpr int v_slots(int stages) { return kG ? (stages + 2 * kBlocks - 2) / kBlocks : 0; }
   static constexpr int bytes(int stages) {  // 1024: alignment of the atoms
     return 1024 + kPBytes + stages * kStageBytes + v_slots(stages) * kVBytes + kExchangeBytes + (3 * stages + 8) * 8;

@@ -15,6 +15,7 @@ from dataclasses import asdict
 import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
+from trainer.config.errors import format_count
 from trainer.contract.json_records import MARK, Check, State
 
 
@@ -31,7 +32,7 @@ def check_torch() -> Iterator[Check]:
         found = f"{built}: finds no GPU" + (" although a driver is installed" if has_card else "")
         yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return
-    yield Check("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
+    yield Check("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
 
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
@@ -56,7 +57,10 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
         builder.check()
     except BuildError as error:
         fallback = "" if needed == "FAIL" else "; PEFT's forward pass is used instead"
-        yield Check("operators", needed, f"{error}{fallback}", "" if needed == "OK" else "ops.backend: peft")
+        if needed == "OK":
+            yield Check("operators", "OK", f"not used without a GPU{fallback}")
+        else:
+            yield Check("operators", needed, f"{error}{fallback}", "ops.backend: peft")
         return
     yield Check(
         "operators",
@@ -68,14 +72,14 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 def check_inputs(config: RunConfig) -> Iterator[Check]:
     """Check settings, model, tokenizer and data files as training does, and whether the weights are on this machine."""
     from trainer.checkpoint.output_folder import check_early
-    from trainer.setup.kinds import kind_of
+    from trainer.setup.kinds import find_model_kind
     from trainer.setup.preflight import check_settings
 
     model = config.base_model
     try:
         check_early(config, to_train=False)
         check_settings(config)
-        kind = kind_of(config)
+        kind = find_model_kind(config)
         kind.read_files(config)
         has_weights = kind.has_weights(config)
     except UserError as error:

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
+from trainer.config.errors import format_count
 from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
-from trainer.parallel.ranks.agreement import Report, build_report, differences
+from trainer.parallel.ranks.agreement import Report, build_report, find_differences
 from trainer.parallel.ranks.group import (
     Ranks,
     end_process,
@@ -57,7 +58,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
         found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
         yield Check("all-reduce", "FAIL", found, fix)
         return
-    yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {world} ranks are exact")
+    yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {format_count(world, 'rank')} are exact")
     if world == 1:
         return
     speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
@@ -161,14 +162,14 @@ def _is_listed(file: Path) -> bool:
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that the code and package versions are the same on all hosts."""
-    problems = differences(reports)
+    problems = find_differences(reports)
     for line in problems:
         problem, _, fix = line.rpartition("; ")
         yield Check("versions", "FAIL", problem, fix)
     if not problems:
         hosts = len({report.host for report in reports})
         where = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
-        yield Check("versions", "OK", f"code and packages of {len(reports)} ranks: {where}")
+        yield Check("versions", "OK", f"code and packages of {format_count(len(reports), 'rank')}: {where}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     device = ranks.device()
     reports = gather_objects(build_report(ranks, (config or PLACEHOLDER_CONFIG).model_dump_json()))
     hosts = list(dict.fromkeys(report.host for report in reports))
-    findings = [Check("ranks", "OK", f"{ranks.world_size} ranks on {', '.join(hosts)}")]
+    findings = [Check("ranks", "OK", f"{format_count(ranks.world_size, 'rank')} on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]
     if config:
         findings += [

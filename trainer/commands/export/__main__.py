@@ -13,7 +13,7 @@ from trainer.commands.atomic_output import check_output
 from trainer.commands.export.adapters import ADAPTER_FORMS
 from trainer.commands.export.gguf import FORMATS
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.setup.kinds import task_of
+from trainer.setup.kinds import find_task_class
 
 FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 """Formats that write a single file, and its suggested name."""
@@ -24,7 +24,7 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
     check_output(output)
-    task = task_of(run)
+    task = find_task_class(run)
     if form not in task.formats:
         known = ", ".join(task.formats)
         raise UserError(f"--format {form}: {run.folder} is an adapter of {task.title}; use --format {known}")

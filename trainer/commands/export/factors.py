@@ -32,6 +32,7 @@ from trainer.model.expert_layers import (
 )
 from trainer.model.older_names import map_saved_names
 from trainer.model.saved_adapter import check_separate_weights, load_adapter
+from trainer.model.targets import find_non_text_modules
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
@@ -65,11 +66,17 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
     `whole_groups`, unadapted layers next to adapted ones of q, k, v or gate, up get them too. Raises UserError for
-    anything but low-rank products.
+    anything but low-rank products, and for adapters of vision towers.
     """
     config = load_model_config(base_model, section)
     model = empty_model(config, section)
     factors = _read_by_path(folder, empty_model(config, section), model)
+    towers = tuple(f"{path}." for path in find_non_text_modules(model))
+    if any(path.startswith(towers) for path in factors):
+        raise UserError(
+            "vision.train=lora: servers only apply adapters of the language model; zerolora export --format hf writes "
+            "the merged model"
+        )
     factors |= _build_missing_parts(factors, model)
     if whole_groups:
         factors |= _build_missing_layers(factors, model)
@@ -175,22 +182,21 @@ class _StoredNames:
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
-        parameter = f"{path}.weight"
-        stored = self._find_stored(parameter)
-        return stored[0].removesuffix(".weight") if len(stored) == 1 else path
+        weight, stored = self._find_stored(f"{path}.weight")
+        if [value.shape for value in stored.values()] != [weight.shape]:
+            raise _unknown_to_servers(f"{path}: this checkpoint stores it as {', '.join(stored)}")
+        return next(iter(stored)).removesuffix(".weight")
 
     def _find_expert(self, holder: str, index: int, part: str) -> str:
         if holder not in self._expert_names:
             names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
             for name in expert_names(module):
-                for stored in self._find_stored(f"{holder}.{name}"):
-                    if ".experts." not in stored:
-                        raise UserError(
-                            f"{stored}: this checkpoint stores experts under a name for which no server is known to "
-                            "support adapters; zerolora export --format hf writes the merged model"
-                        )
+                for stored in self._find_stored(f"{holder}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
+                    is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
+                    if ".experts." not in stored or not is_known:
+                        raise _unknown_to_servers(f"{stored}: this checkpoint stores experts under this name")
                     for candidate in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[candidate][: 2 if name == GATE_UP else None]:
@@ -198,7 +204,8 @@ class _StoredNames:
             self._expert_names[holder] = names
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
-    def _find_stored(self, parameter: str) -> list[str]:
+    def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a parameter of the model, and the empty tensors that checkpoints store for it."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
@@ -206,4 +213,9 @@ class _StoredNames:
                 f"{parameter}: is not in the base; pass the base that the adapter was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
-        return list(self._revert(self._model, {parameter: empty}))
+        return weight, self._revert(self._model, {parameter: empty})
+
+
+def _unknown_to_servers(problem: str) -> UserError:
+    fix = "zerolora export --format hf writes the merged model"
+    return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")

@@ -18,6 +18,7 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     choose_window,
+    extract_scores,
     extract_series,
     find_unit,
     format_held_out_label,
@@ -51,6 +52,8 @@ class Chart:
     high: float | None = None
     band: tuple[float, float] | None = None
     is_wide: bool = False
+    leading: bool = False
+    """Whether the page begins with it, as with wide ones."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -80,6 +83,17 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
             unit_text = row.get("unit", "").format(**labels)
             chart = Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row)
             charts.append(chart)
+    return charts + _build_score_charts(records)
+
+
+def _build_score_charts(records: list[Record]) -> list[Chart]:
+    """Return a chart for each score: the base's value as a level, and the adapter's values."""
+    charts = []
+    for name, (base, scores) in extract_scores(records).items():
+        level = Series(scores.steps, np.full_like(scores.values, base))
+        label = f"adapter, {scores.values[-1]:.4g}"
+        curves = Curve(level, "dashed", "orange", f"base, {base:.4g}"), Curve(scores, "line", "blue", label)
+        charts.append(Chart(name, "", (*curves, Curve(scores, "dots", "blue")), leading=True))
     return charts
 
 

@@ -60,6 +60,15 @@ def extract_series(records: list[Record], name: str) -> Series:
     return Series(pairs[:, 0], pairs[:, 1])
 
 
+def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
+    """Return the scores that were measured of the base too: name -> the base's value, and the series of the adapter."""
+    names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
+    pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
+    return {
+        name: (float(base.values[0]), scores) for name, (base, scores) in pairs.items() if len(base) and len(scores)
+    }
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""

@@ -12,13 +12,15 @@ import yaml
 
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.charts import render_template
-from trainer.monitor.report.curves import HeldOut, find_unit
+from trainer.monitor.report.curves import HeldOut, extract_scores, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
 from trainer.monitor.report.write import build_summary_tables
 
 CARD = "README.md"
 MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
 PEFT_PLACEHOLDER = "[More Information Needed]"
+BAR = 40
+"""Characters of a bar for the score 1."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
@@ -96,7 +98,19 @@ def build_model_card(
             ("Results", groups.get("Results", [])),
             ("Environment", ran_on),
         ],
+        scores=_draw_scores(records),
     )
+
+
+def _draw_scores(records: list[Record]) -> list[str]:
+    """Return a chart of bars in text, for the scores between 0 and 1."""
+    lines = []
+    for name, (base, scores) in extract_scores(records).items():
+        values = {"base": base, "adapter": float(scores.values[-1])}
+        if all(0 <= value <= 1 for value in values.values()):
+            bars = [(kind, "█" * round(BAR * value), value) for kind, value in values.items()]
+            lines += [name, *(f"  {kind:<8}{bar:<{BAR}} {value:.4f}" for kind, bar, value in bars)]
+    return lines
 
 
 def _build_front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:

@@ -113,15 +113,19 @@ def _read(path: Path, shape: Any) -> Any:
         raise UserError(f"{path}: {error.problem}; restore the original file, or remove it") from None
 
 
+# They do not change the result, and several adapters in one run have no progress of their own.
+NOT_SHOWN = ("dataset.cache_dir", "logging.progress")
+
+
 def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
     """Return (name, value, default) of the changed settings, and all non-null settings as YAML."""
     if not config:
         return [], ""
     values, defaults = flatten(config), _collect_defaults(config)
     changed = [
-        (name, format_value(_prepare_for_display(value)), format_value(defaults.get(name)))
+        (name, format_value(_prepare_for_display(value)), format_value(defaults.get(name, "required")))
         for name, value in values.items()
-        if value != defaults.get(name) and name != "dataset.cache_dir"
+        if value != defaults.get(name) and name not in NOT_SHOWN
     ]
     return changed, dump(_prepare_for_display(dict(config)))
 

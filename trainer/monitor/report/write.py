@@ -3,7 +3,7 @@
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -14,13 +14,14 @@ from jinja2 import Template
 from rich.markup import escape
 
 from trainer.config import UserError
+from trainer.config.errors import format_count
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import build_charts, render_chart, render_template
-from trainer.monitor.report.curves import HeldOut, extract_series, find_unit
+from trainer.monitor.report.curves import HeldOut, extract_scores, extract_series, find_unit
 from trainer.monitor.report.recorded import (
     hub_name,
     list_changed_settings,
@@ -71,14 +72,14 @@ def write_report(run_dir: Path) -> Path:
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_format_subtitle(config, run),
         tiles=build_tiles(records, run),
-        figures=[render_chart(chart) for chart in charts if chart.is_wide],
+        figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.leading],
         answers=_read_shown_answers(run_dir),
         pictures=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[render_chart(chart) for chart in charts if not chart.is_wide],
+        details=[render_chart(chart) for chart in charts if not (chart.is_wide or chart.leading)],
         tables=[(title, rows) for title, rows in tables if rows],
         times=_combine_short_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
@@ -94,7 +95,7 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
         if not (Path(run_dir) / DIFFUSERS).exists():
             if held_out:
-                commands.append(("measure", f"zerolora eval {folder}"))
+                commands.append(("evaluate", f"zerolora eval {folder}"))
             commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
         qat = config["training"].get("qat")
         commands.append(("merge", f"zerolora merge {folder}" + (f" --quantize {qat}" if qat else "")))
@@ -187,7 +188,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     if memory:
         tiles.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    tiles.append(("time", str(timedelta(seconds=round(training_seconds(records)))), f"{steps:,.0f} steps"))
+    tiles.append(("time", str(timedelta(seconds=round(training_seconds(records)))), format_count(round(steps), "step")))
     return tiles
 
 
@@ -216,23 +217,10 @@ def build_summary_tables(
         present = templates.items() if recorded.get(title, True) else ()
         rows = [(Template(name).render(context), Template(text).render(context)) for name, text in present]
         if title == "Results":
-            rows += _build_score_rows(records, names)
+            scores = extract_scores(records).items()
+            rows += [(name, f"before {base:.4f}, after {series.values[-1]:.4f}") for name, (base, series) in scores]
         tables.append((title, [row for row in rows if row[1]]))
     return [(title, rows) for title, rows in tables if rows]
-
-
-def _build_score_rows(records: list[Record], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return rows for the metrics, other than the loss, measured before and after training."""
-    scores = {
-        name[5:]: [metric_values(records, f"{kind}/{name[5:]}") for kind in ("base", "eval")]
-        for name in names
-        if name.startswith("base/")
-    }
-    return [
-        (name, f"before {base[0]:.4f}, after {after[-1]:.4f}")
-        for name, (base, after) in scores.items()
-        if base and after
-    ]
 
 
 def _format_subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:

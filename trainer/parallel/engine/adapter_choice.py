@@ -33,7 +33,7 @@ class AdapterChoice:
     _random_states: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @contextmanager
-    def only(self, name: str) -> Iterator[None]:
+    def select(self, name: str) -> Iterator[None]:
         """Select an adapter within the block, with its own random numbers, which match a separate run's."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
@@ -46,13 +46,12 @@ class AdapterChoice:
             _set_random_states(outside)
 
     def seed(self, name: str, seed: int) -> None:
-        """Seed the random numbers of an adapter."""
-        with self.only(name):
+        with self.select(name):
             torch.manual_seed(seed)
 
     @contextmanager
-    def common(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each row with its own adapter, within the block and when it is recomputed afterwards.
+    def assign_rows(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
+        """Compute each row with its own adapter, within the block and when the block is recomputed later.
 
         `rows` lists (adapter, tokens) in the order of the batch.
         """
@@ -61,7 +60,7 @@ class AdapterChoice:
         self.bundles = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
         for name, _ in rows:
             if self.draws.get(name):
-                with self.only(name):  # the number and order of draws match a separate run
+                with self.select(name):  # the number and order of draws match a separate run
                     self.seeds[name] = [torch.randint(0, 2**62, (1,), device=device) for _ in range(self.draws[name])]
         try:
             yield

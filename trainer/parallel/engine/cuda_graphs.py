@@ -103,7 +103,7 @@ class GraphCapturer:
         self._free_cache()  # the passes below run on another stream, with its own memory
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         try:
-            with self.flat.reading(self._leaves):
+            with self.flat.read_from(self._leaves):
                 self._warm_up(compute)
                 torch.cuda.set_rng_state(random_state, self._device)
                 expected = self._run_eagerly(compute)
@@ -189,7 +189,7 @@ class GraphCapturer:
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCES.get(gradients[0].dtype, 2e-2)
         for actual, expected in zip(replayed, [value, *gradients], strict=True):
-            if not (error := _relative_error(actual, expected)) <= allowed:
+            if not (error := _compute_relative_error(actual, expected)) <= allowed:
                 raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")
         del replayed, actual
         started = time.perf_counter()
@@ -249,10 +249,10 @@ def _record_waits() -> Iterator[list[str]]:
             yield locations
         finally:
             torch.cuda.set_sync_debug_mode(previous_mode)
-    locations += [f"{each.filename}:{each.lineno}" for each in caught if _SYNC_WARNING in str(each.message)]
+    locations += [f"{item.filename}:{item.lineno}" for item in caught if _SYNC_WARNING in str(item.message)]
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def _compute_relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the relative error in the 2-norm, computed in pieces to save memory."""
     pairs = list(zip(actual.flatten().split(2**24), expected.flatten().split(2**24), strict=True))
     error = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)

@@ -42,7 +42,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 @replaces("defaults of DeepSpeed's configuration")
-def deepspeed_config(
+def build_deepspeed_config(
     training: TrainingSection,
     zero: ZeroSection,
     precision: str,
@@ -76,7 +76,8 @@ def deepspeed_config(
         }
         if zero.offload_parameters:
             partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
-    clips = guarded or (zero.stage == 0 and precision == "fp32") or guards_on_device(training, zero, precision, on_gpu)
+    on_device = can_guard_on_device(training, zero, precision, on_gpu)
+    clips = guarded or (zero.stage == 0 and precision == "fp32") or on_device
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
@@ -100,7 +101,7 @@ def deepspeed_config(
     return _merge(config, zero.extra)
 
 
-def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
+def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
     """Return whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
     has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
@@ -116,7 +117,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     stage = 2 if zero.stage == AUTO else zero.stage
     training, zero = training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage})
     try:
-        DeepSpeedConfig(deepspeed_config(training, zero, "fp32", on_gpu=False))
+        DeepSpeedConfig(build_deepspeed_config(training, zero, "fp32", on_gpu=False))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

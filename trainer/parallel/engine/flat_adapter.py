@@ -46,7 +46,6 @@ class Block:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of one factor."""
         return self.members[0].parameter.shape
 
     @property
@@ -97,7 +96,7 @@ class FlatAdapter:
         self._sources: Sequence[Tensor] | None = None
         self._builds_views = True
         with torch.no_grad():
-            for member, view in self._rows():
+            for member, view in self._list_rows():
                 view.copy_(member.parameter)
         self.repoint()
 
@@ -132,13 +131,13 @@ class FlatAdapter:
 
     def repoint(self) -> None:
         """Point PEFT's Parameters at the buffers again after the engine has moved them in memory."""
-        for member, view in self._rows():
+        for member, view in self._list_rows():
             member.parameter.data = view
             member.parameter.requires_grad_(False)
 
     def is_whole(self) -> bool:
         """Return whether every PEFT Parameter is still a view of the memory that the engine trains."""
-        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._rows())
+        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
 
     def read_through_views(self, *_: Any) -> None:
         """Create the views for a pass with gradients in its graph (a forward pre-hook)."""
@@ -184,7 +183,7 @@ class FlatAdapter:
     def keep_views(self) -> Iterator[None]:
         """Restore the current views after other passes in the block; a pending backward pass may recompute with them.
 
-        If there are none, as after a replayed graph, the block's last views stay, for that pass's recomputation.
+        Without current views (after a replayed graph), the block's last views stay, because its pass may recompute.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -199,7 +198,7 @@ class FlatAdapter:
                     member.module.__dict__["weight"] = view
 
     @contextmanager
-    def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
+    def read_from(self, sources: Sequence[Tensor]) -> Iterator[None]:
         """Make forward passes in the block read these tensors instead of the buffers; drop the views afterwards."""
         self._sources = sources
         try:
@@ -224,10 +223,9 @@ class FlatAdapter:
 
     @property
     def is_watched(self) -> bool:
-        """Whether new views are passed to a watcher."""
         return self._watcher is not None
 
-    def _rows(self) -> list[tuple[Member, Tensor]]:
+    def _list_rows(self) -> list[tuple[Member, Tensor]]:
         return [
             (member, view)
             for number, block in enumerate(self.blocks)
@@ -268,14 +266,14 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
 
 
 def find_flat_adapter(model: Any) -> FlatAdapter | None:
-    """Return the model's flat adapter, if it has one."""
+    """Return the model's flat adapter; None if it has none."""
     return getattr(model, "flat_adapter", None)
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trained parameters by PEFT's names, with the factors of a flat buffer instead of the buffer itself.
 
-    With several adapters, these are the selected one's, named as in a single-adapter run.
+    With several adapters, returns only the selected adapter's parameters, named as in a single-adapter run.
     """
     flat = find_flat_adapter(model)
     factors = {id(member.parameter) for member in flat.members} if flat else set()
@@ -291,7 +289,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
 
 
-def find_flat_obstacle(config: Any) -> str | None:
+def find_flat_problem(config: Any) -> str | None:
     """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"

@@ -16,9 +16,9 @@ def find_base_model(model: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass if a small instance of it does so.
+    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass of which a small instance does.
 
-    Falcon's linear layers do. MoE routers are also subclasses, but return more.
+    Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return more.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _computes_linear(kind))
@@ -28,19 +28,19 @@ def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters that hold one matrix per expert; they may be packed or partitioned."""
     if "expert" not in type(module).__name__.lower():
         return {}
-    return {name: each for name, each in module.named_parameters(recurse=False) if len(model_shape(each)) == 3}
+    return {name: weight for name, weight in module.named_parameters(recurse=False) if len(model_shape(weight)) == 3}
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """Return whether experts compute x W instead of x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
-    shapes = {name: model_shape(each) for name, each in find_expert_weights(experts).items()}
+    shapes = {name: model_shape(weight) for name, weight in find_expert_weights(experts).items()}
     if not {"gate_up_proj", "down_proj"} <= shapes.keys():
         return bool(getattr(experts, "is_transposed", False))
     gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
     return gate_up[2] == 2 * down[1] and gate_up[1] == down[2]
 
 
-def packed_state(parameter: nn.Parameter) -> Any | None:
+def get_packed_state(parameter: nn.Parameter) -> Any | None:
     """Return bitsandbytes' quantization state of a 4-bit weight; None for any other parameter."""
     is_packed = type(parameter).__name__ == "Params4bit"  # PEFT checks the same name
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
@@ -48,17 +48,17 @@ def packed_state(parameter: nn.Parameter) -> Any | None:
 
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Return whether a parameter holds the codes of a quantized weight."""
-    return packed_state(parameter) is not None or not (parameter.is_floating_point() or parameter.is_complex())
+    return get_packed_state(parameter) is not None or not (parameter.is_floating_point() or parameter.is_complex())
 
 
-def packed_experts_layout(parameter: nn.Parameter) -> Any | None:
+def get_packed_experts_layout(parameter: nn.Parameter) -> Any | None:
     """Return the layout of packed experts (trainer/model/packed_experts.py); None for any other parameter."""
     return getattr(parameter, "packing", None)
 
 
 def model_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of a parameter before packing and partitioning."""
-    packed = packed_state(parameter) or packed_experts_layout(parameter)
+    packed = get_packed_state(parameter) or get_packed_experts_layout(parameter)
     return whole_shape(parameter) if packed is None else torch.Size(packed.shape)
 
 

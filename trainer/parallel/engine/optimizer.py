@@ -17,7 +17,7 @@ from trainer.parallel.engine.protocol import Engine
 AVERAGES = "train_mode"
 """Key in the parameter groups of schedulefree; False while the model has the averaged weights."""
 AVERAGE_STATE = ("k", "weight_sum", "lr_max")
-"""Keys that these optimizers update in every step."""
+"""Keys of the parameter groups that schedulefree updates in every step."""
 
 
 def build_optimizer(
@@ -106,7 +106,7 @@ def has_positive_rate(schedule: Any) -> bool:
 
 
 @contextmanager
-def averaged_weights(engine: Engine) -> Iterator[None]:
+def use_averaged_weights(engine: Engine) -> Iterator[None]:
     """Use the averaged weights in the model within the block, if the optimizer has any; a collective call.
 
     The original weights are restored bit for bit.

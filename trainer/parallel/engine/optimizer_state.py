@@ -17,14 +17,14 @@ import xxhash
 
 from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
-from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
+from trainer.parallel.engine.flat_adapter import find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.optimizer import AVERAGE_STATE, AVERAGES
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
-# bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
+# bitsandbytes' names of the two 8-bit moments, their scales and codebooks; a scale covers 256 elements.
 EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
 BLOCK = 256
 
@@ -63,7 +63,7 @@ class Pieces:
         return cls(tensors, **json.loads(metadata["pieces"]))
 
 
-def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
+def assemble_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
     """Return the full state of all trained tensors as {"master/NAME", "exp_avg/NAME", ...}, fp32, on the CPU."""
     state: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -89,12 +89,12 @@ class EngineState:
         self._optimizer = engine.basic_optimizer
         self._kind = _find_kind(self._optimizer)
         self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
-        self._trained: list[Named] = trained_parameters(engine.module)
-        self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
+        self._trained: list[Named] = list_trained_parameters(engine.module)
+        self._holders = list({id(holder): holder for holder in _list_holders(engine)}.values())
         ids = {id(holder) for holder in self._holders}
         self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.holder) in ids]
 
-    def pieces(self) -> Pieces | None:
+    def collect_pieces(self) -> Pieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
         At stage 0, where all ranks hold the same state, only rank 0 returns it.
@@ -104,20 +104,20 @@ class EngineState:
         tensors = {
             f"{quantity}/{number}": values.float()
             for number, holder in enumerate(self._holders)
-            for quantity, values in self._dense(holder).items()
+            for quantity, values in self._read_dense(holder).items()
         }
-        shards = self._positions()
+        shards = self._list_positions()
         names = {name for name, *_ in shards}
         shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
         return Pieces(tensors, shards, shapes)
 
-    def _positions(self) -> list[list[Any]]:
+    def _list_positions(self) -> list[list[Any]]:
         numbers = {id(holder): number for number, holder in enumerate(self._holders)}
         shards = (shard for shard in self._shards if shard.length)
         return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in shards]
 
-    def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
+    def find_mismatch(self, state: dict[str, torch.Tensor]) -> str | None:
+        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they fit."""
         for name, parameter in self._trained:
             saved = state.get(f"master/{name}")
             if saved is None:
@@ -130,13 +130,13 @@ class EngineState:
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Restore the result of `whole_state` after `steps` optimizer steps, also in the model's weights.
+        """Restore the result of `assemble_state` after `steps` optimizer steps, also in the model's weights.
 
         Returns False if 8-bit moments had to be rounded again.
         """
         if steps:
             self._create_moments(steps)
-        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        dense = {id(holder): self._read_dense(holder) for holder in self._holders}
         for shard in self._shards:
             target = dense[id(shard.holder)]
             for quantity in target if steps else ("master",):
@@ -162,7 +162,7 @@ class EngineState:
         self._refresh_working_copies(state)
         return exact
 
-    def raw(self) -> dict[str, torch.Tensor]:
+    def collect_raw(self) -> dict[str, torch.Tensor]:
         """Return this rank's 8-bit moments (none if they are 32-bit), which fit only the same partitioning."""
         moments = {
             f"{index}/{key}": value.detach()
@@ -184,26 +184,26 @@ class EngineState:
         return True
 
     def _hash_positions(self) -> torch.Tensor:
-        return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._positions()).encode()) >> 1)  # fits an int64
+        return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._list_positions()).encode()) >> 1)  # fits an int64
 
-    def averages(self) -> list[dict[str, float]]:
+    def read_averages(self) -> list[dict[str, float]]:
         """Return the state of Schedule-Free's average for each group; an empty list for other optimizers."""
         groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
         return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
 
     def restore_averages(self, averages: list[dict[str, float]]) -> None:
-        """Restore the result of `averages`."""
+        """Restore the result of `read_averages`."""
         for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
             group.update(counted)
 
-    def steps_taken(self) -> int:
+    def count_steps_taken(self) -> int:
         """Return the number of optimizer steps in the moments' state; 1 if it does not count them."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
-    def _dense(self, holder: torch.Tensor) -> Dense:
+    def _read_dense(self, holder: torch.Tensor) -> Dense:
         """Return a holder's weights and moments, flat, fp32: views, or copies of 8-bit moments."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
@@ -224,7 +224,7 @@ class EngineState:
     def _create_moments(self, steps: int) -> None:
         """Create the zero moments that a new engine lacks, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
-            for holder in self._group_holders(group_index, group):
+            for holder in self._list_group_holders(group_index, group):
                 if self._kind.library == "bitsandbytes":
                     init_state = require(self._optimizer, "init_state", "bitsandbytes")
                     members, group["params"] = group["params"], [holder]  # init_state looks its parameter up here
@@ -238,7 +238,7 @@ class EngineState:
                     moments = {name: holder.new_zeros(sizes.get(name, holder.shape)) for name in self._kind.state}
                     self._optimizer.state[holder] = moments | ({} if "k" in group else {"step": step})
 
-    def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+    def _list_group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
         """Return the flat partitions of a group, which stage 3 puts into the group only during a step."""
         if self._engine.zero_optimization_stage() < 3:
             return list(group["params"])
@@ -289,7 +289,7 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
     if stage == 0:
-        master = _stage_0_masters(optimizer)
+        master = _find_stage_0_masters(optimizer)
         for name, parameter in trained:
             yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
     elif stage == 3:
@@ -308,7 +308,7 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
                 yield Shard(name, holder, part.start, whole.start, part.numel)
 
 
-def _stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
+def _find_stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return stage 0's fp32 copies by the id of their 16-bit parameter; in fp32 a parameter is its own master."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return {}
@@ -318,7 +318,7 @@ def _stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
     return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
 
-def _holders(engine: Engine) -> Iterator[torch.Tensor]:
+def _list_holders(engine: Engine) -> Iterator[torch.Tensor]:
     if engine.zero_optimization_stage() == 3:
         yield from engine.optimizer.fp32_partitioned_groups_flat
     else:

@@ -26,7 +26,7 @@ from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import installed_version, package_versions
 from trainer.contract.rendezvous import host_name
-from trainer.parallel.ranks.group import Ranks, explain_taken_port, find_meeting_point
+from trainer.parallel.ranks.group import Ranks, explain_taken_port, set_rendezvous_variables
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 
 PACKAGES = ("trainer", "ops")
@@ -61,7 +61,7 @@ Decision = TypeVar("Decision")
 
 @dataclass(frozen=True)
 class World:
-    """The result of `meet`."""
+    """What rank 0 has learned about all ranks, and the store that connects them."""
 
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
@@ -79,9 +79,9 @@ def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, tok
     """
     report = build_report(ranks, settings)
     if ranks.world_size == 1:
-        return World(summary([report]), None)
+        return World(format_summary([report]), None)
     with phase(WAITING_PHASE):
-        find_meeting_point(ranks)  # under mpirun the ranks wait for each other here
+        set_rendezvous_variables(ranks)  # under mpirun the ranks wait for each other here
         return _meet(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
@@ -111,7 +111,7 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
     """
     if ranks.world_size == 1:
         return decide()
-    find_meeting_point(ranks)
+    set_rendezvous_variables(ranks)
     patience = timedelta(minutes=timeout_minutes)
     server, _, _ = next(rendezvous("env://", timeout=patience))
     store: Any = PrefixStore(f"zerolora_decision_{next(_DECISIONS)}", server)
@@ -138,13 +138,13 @@ def build_report(ranks: Ranks, settings: str) -> Report:
         device, device_id = f"cuda {properties.name}", str(properties.uuid)
     values = {"python": platform.python_version()} | package_versions()
     values["cuda"] = str(torch.version.cuda)
-    values["code"] = code_version()
+    values["code"] = compute_code_version()
     values["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
     return Report(ranks.rank, host_name(), device, device_id, values)
 
 
 @cache
-def code_version() -> str:
+def compute_code_version() -> str:
     """Return the package's version and a digest of the sources, regardless of version control."""
     digest = hashlib.sha256()
     for package in PACKAGES:
@@ -153,9 +153,9 @@ def code_version() -> str:
     return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 
-def differences(reports: Sequence[Report]) -> list[str]:
-    """Return a line for everything that differs between ranks, with the hosts; empty if nothing does."""
-    lines = []
+def find_differences(reports: Sequence[Report]) -> list[str]:
+    """Return an error message with the hosts for everything that differs between ranks; empty if nothing does."""
+    messages = []
     names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
@@ -167,25 +167,25 @@ def differences(reports: Sequence[Report]) -> list[str]:
             hosts[value].append(report.host)
         if len(hosts) > 1:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
-            found = "; ".join(f"{value} on {_join_names(dict.fromkeys(where))}" for value, where in ordered)
+            values = "; ".join(f"{value} on {_join_names(dict.fromkeys(where))}" for value, where in ordered)
             fix = FIXES.get(name, f"install one version of {name} on all hosts")
-            lines.append(f"{name} differs: {found}; {fix}")
-    return lines + _shared_devices(reports)
+            messages.append(f"{name} differs: {values}; {fix}")
+    return messages + _find_shared_devices(reports)
 
 
 def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
-    """Return an error message if some hosts do not share the output folder with rank 0, else an empty list."""
-    blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
-    if not blind:
+    """Return a list with one error message if hosts do not share rank 0's output folder, otherwise an empty list."""
+    hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
+    if not hosts:
         return []
-    see = "does not see" if len(blind) == 1 else "do not see"
+    verb = "does not see" if len(hosts) == 1 else "do not see"
     return [
-        f"output_dir={output_dir}: {_join_names(blind)} {see} what rank 0 on {reports[0].host} writes there; "
+        f"output_dir={output_dir}: {_join_names(hosts)} {verb} what rank 0 on {reports[0].host} writes there; "
         "use a folder on a file system that all hosts share"
     ]
 
 
-def _shared_devices(reports: Sequence[Report]) -> list[str]:
+def _find_shared_devices(reports: Sequence[Report]) -> list[str]:
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for report in reports:
         if report.device_id:
@@ -197,8 +197,8 @@ def _shared_devices(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def summary(reports: Sequence[Report]) -> str:
-    """Return one line with the number of ranks, hosts, device and versions."""
+def format_summary(reports: Sequence[Report]) -> str:
+    """Format the number of ranks, the hosts, the device and the versions in one line."""
     hosts = list(dict.fromkeys(report.host for report in reports))
     values = reports[0].values
     versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)
@@ -221,8 +221,8 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
                 f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
-        "wrong": "\n".join(differences(reports) + find_unshared_folder(reports, output_dir)),
-        "summary": summary(reports),
+        "wrong": "\n".join(find_differences(reports) + find_unshared_folder(reports, output_dir)),
+        "summary": format_summary(reports),
         "hosts": str(len({report.host for report in reports})),
     }
     _send_to_all(store, ranks, json.dumps(answer))
@@ -230,7 +230,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank once all have read it: rank 0's exit ends the store."""
+    """Return rank 0's text on every rank; waits until all have read it, because rank 0's exit ends the store."""
     if ranks.is_main:
         store.set("answer", text)
     else:
@@ -243,5 +243,5 @@ def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
 
 def _join_names(names: Iterable[str]) -> str:
     """Return `n1, n2, n3`, or only the first four and the last of more than eight."""
-    every = list(names)
-    return ", ".join(every) if len(every) <= 8 else f"{', '.join(every[:4])}, ... {every[-1]} ({len(every)})"
+    listed = list(names)
+    return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"

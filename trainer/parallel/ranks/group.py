@@ -67,7 +67,6 @@ class Ranks:
         return cls(rank, world_size, local_rank)
 
     def device(self) -> torch.device:
-        """Return the device of this rank."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         # Some clusters show each process only its own GPU (`srun --gpus-per-task`), as number 0.
@@ -83,7 +82,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         return
     import deepspeed
 
-    find_meeting_point(ranks)
+    set_rendezvous_variables(ranks)
     device = ranks.device()
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
@@ -120,7 +119,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Return a UserError about --master-port if the port is taken, which only rank 0 sees; else the error itself."""
+    """Return a UserError about --master-port if the port is taken, which only rank 0 sees, otherwise `error`."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
@@ -135,7 +134,7 @@ def extend_timeouts(minutes: float) -> None:
             set_timeout(datetime.timedelta(minutes=minutes), group)
 
 
-def find_meeting_point(ranks: Ranks) -> None:
+def set_rendezvous_variables(ranks: Ranks) -> None:
     """Set torch's rendezvous variables, unless the launcher has set them.
 
     Raises UserError if MPI started the ranks and mpi4py is not installed.
@@ -154,7 +153,7 @@ def find_meeting_point(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Make DeepSpeed share rank 0's address and a free port of its host with all ranks."""
+    """Make DeepSpeed share rank 0's address and a free port on rank 0's host with all ranks."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -204,11 +203,11 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def gather_objects(value: Any) -> list[Any]:
     """Return the values of all ranks, on every rank."""
-    found = [value]
+    values = [value]
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:
-        found *= size
-        dist.all_gather_object(found, value)
-    return found
+        values *= size
+        dist.all_gather_object(values, value)
+    return values
 
 
 def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
@@ -219,17 +218,16 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
             answer = compute()
         except UserError as error:
             answer = error
-    found = gather_objects(answer)[0]
-    if isinstance(found, UserError):
-        raise found
-    result: T = found
+    result: T | UserError = gather_objects(answer)[0]
+    if isinstance(result, UserError):
+        raise result
     return result
 
 
 def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
     """Return the batches of this rank; some ranks repeat the first batch, so that all have the same number."""
-    own = batches[ranks.rank :: ranks.world_size]
-    return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
+    rank_batches = batches[ranks.rank :: ranks.world_size]
+    return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches
 
 
 def set_seed(seed: int) -> None:
@@ -262,7 +260,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
 
 
 def form_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
-    """Create the process groups and return this rank's, None if there is only one; a collective call."""
+    """Create the process groups and return this rank's; None if there is only one. A collective call."""
     groups = list_groups(within, hosts)
     if len(groups) == 1:
         return None

@@ -1,11 +1,11 @@
 """Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
 torch.compile immediately imports Inductor, which takes longer than torch itself. At import, bitsandbytes (0.50.2),
-which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) compiles three of
-its Muon optimizer. They are compiled at their first call instead.
+which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three functions of
+its Muon optimizer. These are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
-Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported. If SciPy
+thereby Inductor, to check whether a weight is torchao's. Such weights exist only after an import of torchao. If SciPy
 is installed, transformers imports it for object detection losses, which no run calls.
 """
 
@@ -64,7 +64,7 @@ class _Finder(MetaPathFinder):
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     checked = AVAILABILITY_CHECKS.get(module.__name__)
-    with _compile_lazily() if checked is None else _available_if_imported(*checked):
+    with _compile_lazily() if checked is None else _patch_availability_check(*checked):
         execute(module)
 
 
@@ -74,7 +74,7 @@ def _compile_lazily() -> AbstractContextManager[None]:
     return replaced(torch, "compile", partial(_compile_at_first_call, torch.compile), "torch")
 
 
-def _available_if_imported(checked: str, package: str) -> AbstractContextManager[None]:
+def _patch_availability_check(checked: str, package: str) -> AbstractContextManager[None]:
     module, name = sys.modules[checked], f"is_{package}_available"
     is_installed = getattr(module, name)
     return replaced(module, name, lambda: package in sys.modules and is_installed(), "transformers")

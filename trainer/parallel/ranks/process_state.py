@@ -22,13 +22,13 @@ MIN_BYTES = 256 * 1024
 MIN_PAGE_FAULTS = 64
 
 
-def main_thread_frame() -> FrameType | None:
+def get_main_thread_frame() -> FrameType | None:
     """Return the innermost Python frame of the main thread, even during a call into C++."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def find_collective(frame: FrameType | None) -> str | None:
-    """Return the function of torch.distributed in a stack, such as "all_reduce", or None."""
+    """Return the function of torch.distributed in a stack, such as "all_reduce"; None if there is none."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):
             return frame.f_code.co_name
@@ -36,7 +36,7 @@ def find_collective(frame: FrameType | None) -> str | None:
     return None
 
 
-def find_place(frame: FrameType | None) -> str | None:
+def find_location(frame: FrameType | None) -> str | None:
     """Return zerolora's innermost line in a stack, as "trainer/step.py:134 train_step", or the lock it waits for."""
     while frame is not None:
         path = frame.f_code.co_filename
@@ -48,7 +48,7 @@ def find_place(frame: FrameType | None) -> str | None:
     return None
 
 
-def recorded_collectives() -> tuple[str | None, int | None]:
+def read_recorded_collectives() -> tuple[str | None, int | None]:
     """Return the oldest unfinished collective and the number begun, from torch's flight recorder.
 
     Stacks do not show it: NCCL's collectives run on the GPU long after their call has returned. (None, None) if nothing
@@ -69,7 +69,7 @@ def recorded_collectives() -> tuple[str | None, int | None]:
     return None, None
 
 
-class Work:
+class WorkDetector:
     """Detects whether this process and its children have computed, read or written since the last check.
 
     This shows the progress of long work within a library (tokenizing, reading weights, writing a checkpoint). A process
@@ -79,18 +79,18 @@ class Work:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._checked_at = time.monotonic()
-        self._before = self._counters()
+        self._before = self._read_counters()
 
     def has_progressed(self) -> bool:
         """Return whether there was any work since the last call."""
-        now, counters = time.monotonic(), self._counters()
+        now, counters = time.monotonic(), self._read_counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._checked_at, self._before = now - self._checked_at, now, counters
         # The counts of an ended child are lost, so a sum can fall, which is progress too.
         computed = abs(cpu) > MIN_CPU_S + MIN_CPU_FRACTION * elapsed
         return computed or abs(moved_bytes) > MIN_BYTES or abs(faults) > MIN_PAGE_FAULTS
 
-    def _counters(self) -> tuple[float, float, float]:
+    def _read_counters(self) -> tuple[float, float, float]:
         usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
         # The CPU time of the watching thread itself is not work.
         cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
@@ -107,7 +107,7 @@ class Work:
         return cpu, moved_bytes, float(faults)
 
 
-def free_host_memory() -> float:
+def read_free_host_memory() -> float:
     """Return the host memory in GiB that this process may still use: the machine's, or its cgroup's if less."""
     free = [float(psutil.virtual_memory().available)]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -126,10 +126,10 @@ def free_host_memory() -> float:
     return max(min(free), 0.0) / GIB
 
 
-def free_shared_memory() -> float:
-    """Return the GiB free in /dev/shm, which NCCL and data loaders use; infinite without one."""
+def read_free_shared_memory() -> float:
+    """Return the GiB free in /dev/shm, which NCCL and data loaders use; infinite if it is missing."""
     try:
-        found = os.statvfs("/dev/shm")
+        stats = os.statvfs("/dev/shm")
     except OSError:
         return float("inf")
-    return found.f_bavail * found.f_frsize / GIB
+    return stats.f_bavail * stats.f_frsize / GIB

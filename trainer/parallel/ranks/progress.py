@@ -36,7 +36,7 @@ class Progress:
         self._first_step_at: float | None = None
         self._start_has_ended = False
 
-    def at_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Record that optimizer step `step` begins."""
         self._first_step_at = self._first_step_at or time.monotonic()
         self.first_step = self.first_step or step
@@ -69,7 +69,7 @@ class Progress:
         self.phases = phases
         self.changed_at = time.monotonic()
 
-    def end_start(self) -> dict[str, float] | None:
+    def finish_startup(self) -> dict[str, float] | None:
         """Return the seconds from the command to the end of the first step, by part; None after the first call.
 
         Parts are the launcher's own time, the imports, the outermost phases, the first step, and the rest.
@@ -77,10 +77,10 @@ class Progress:
         if self._start_has_ended:
             return None
         self._start_has_ended = True
-        now, own = time.monotonic(), _read_start(os.getpid())
+        now, started = time.monotonic(), _read_start(os.getpid())
         launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
-        launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else own
-        parts = {"command": own - launched} if launched < own else {}
+        launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else started
+        parts = {"command": started - launched} if launched < started else {}
         parts |= {"imports": self._seconds_before_phases(now), **self.seconds}
         parts["first step"] = now - (self._first_step_at or now)
         parts["other"] = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - launched - sum(parts.values()))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import UserError, ZeroSection
+from trainer.config.errors import format_count
 from trainer.data.batches import SequencePart
 from trainer.parallel.ranks.group import Ranks, list_groups
 
@@ -23,9 +24,9 @@ from trainer.parallel.ranks.group import Ranks, list_groups
 def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
     """Raise UserError unless the ranks can be divided into the groups that share sequences or the frozen base."""
     if world_size % size:
-        divisors = [each for each in range(1, world_size + 1) if world_size % each == 0]
+        divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
-            f"parallel.sequence={size}: does not divide the {world_size} rank{'s' * (world_size > 1)} of this run; "
+            f"parallel.sequence={size}: does not divide the {format_count(world_size, 'rank')} of this run; "
             f"use {' or '.join(map(str, divisors))}, or another number of ranks"
         )
     if zero.stage == 3:
@@ -33,7 +34,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return this rank's part of its sequences, None if it computes all of them; every rank must call it.
+    """Return this rank's part of its sequences, or None if it computes whole sequences; every rank must call it.
 
     Consecutive ranks share a sequence, since they are usually on one host.
     """
@@ -53,10 +54,10 @@ def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Te
         repeats = part.size // math.gcd(tensor.shape[1], part.size)
         repeated = tensor.repeat_interleave(repeats, 1) if repeats > 1 else tensor
         parts.append(repeated.unflatten(1, (part.size, -1)).movedim(1, 0))
-    sizes = [each[0].numel() for each in parts]
-    received = _AllToAll.apply(torch.cat([each.flatten(1) for each in parts], 1), part.group).split(sizes, 1)
-    whole = [each.view(like.shape) for each, like in zip(received, parts, strict=True)]
-    return [each.movedim(0, 2).flatten(2, 3) for each in whole]
+    sizes = [sent[0].numel() for sent in parts]
+    received = _AllToAll.apply(torch.cat([sent.flatten(1) for sent in parts], 1), part.group).split(sizes, 1)
+    by_rank = [rows.view(sent.shape) for rows, sent in zip(received, parts, strict=True)]
+    return [tensor.movedim(0, 2).flatten(2, 3) for tensor in by_rank]
 
 
 def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
@@ -67,7 +68,7 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    """Return the sum over a group's ranks, for a loss of which each rank computes a fraction."""
+    """Return the sum over a group's ranks, each of which computes a part of the loss."""
     total: Tensor = _Sum.apply(values, part.group)
     return total
 

@@ -40,7 +40,7 @@ class StopRequest:
         """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
         A signal reaches the ranks at different moments, or only one of them. Without this, some would end while others
-        wait for them in the last evaluation. If there was none, a later signal ends its rank immediately.
+        wait for them in the last evaluation. If no rank received a signal, a later one ends its rank immediately.
         """
         import torch
         import torch.distributed as dist
@@ -58,10 +58,10 @@ class StopRequest:
             os._exit(128 + number)  # a worker that a library forked and now terminates
         if self.saved:
             return  # the run is ending; the launcher terminates the last ranks after the first has ended
-        again = self.signal_number == number == signal.SIGINT
+        is_repeated = self.signal_number == number == signal.SIGINT
         if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
             self.signal_number = number
-        if again or not self.training:
+        if is_repeated or not self.training:
             try:
                 self.write_exit_code(self.exit_code)
             finally:

@@ -43,7 +43,7 @@ class StragglerWatch:
         """Count the block as this rank's own time; `on_device` if a GPU does the work."""
         self._is_own = True
         try:
-            with self._timed(1.0, on_device=on_device):
+            with self._time_block(1.0, on_device=on_device):
                 yield
         finally:
             self._is_own = False
@@ -51,11 +51,11 @@ class StragglerWatch:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Subtract the block, in which this rank waits for others, from its own time; no effect outside `own_time`."""
-        with self._timed(-1.0) if self._is_own else nullcontext():
+        with self._time_block(-1.0) if self._is_own else nullcontext():
             yield
 
     @contextmanager
-    def _timed(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
+    def _time_block(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
         if not (on_device and self._device.type == "cuda"):
             started = time.perf_counter()
             yield
@@ -72,7 +72,7 @@ class StragglerWatch:
         if step % WINDOW or self._ranks.world_size == 1:
             return
         own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
-        own[self._ranks.rank] = self._own_seconds() / WINDOW
+        own[self._ranks.rank] = self._take_own_seconds() / WINDOW
         dist.all_reduce(own)
         if self._ranks.is_main:
             self.judge(step, own.tolist())
@@ -81,15 +81,15 @@ class StragglerWatch:
         """Report slow ranks; `seconds` is each rank's mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
-            slow = own > FACTOR * others and own - others > LEAST_S
-            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if slow else 0
+            is_slow = own > FACTOR * others and own - others > LEAST_S
+            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if is_slow else 0
             if self._slow_in_a_row[rank] == REPEATS:
                 self._say(
                     f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
-                    f"takes {own * 1e3:.1f} ms per step, the others' {others * 1e3:.1f}; all ranks wait for it"
+                    f"takes {own * 1e3:.1f} ms per step, the others' work {others * 1e3:.1f} ms; all ranks wait for it"
                 )
 
-    def _own_seconds(self) -> float:
+    def _take_own_seconds(self) -> float:
         spans, self._spans = self._spans, []
         seconds, self._seconds = self._seconds, 0.0
         if spans:

@@ -30,13 +30,13 @@ from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
-    Work,
+    WorkDetector,
     find_collective,
-    find_place,
-    free_host_memory,
-    free_shared_memory,
-    main_thread_frame,
-    recorded_collectives,
+    find_location,
+    get_main_thread_frame,
+    read_free_host_memory,
+    read_free_shared_memory,
+    read_recorded_collectives,
 )
 from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
@@ -79,7 +79,7 @@ class DeviceMarks:
             self._events[self._recorded % EVENT_COUNT].record()
             self._recorded += 1
 
-    def reached(self) -> int | None:
+    def find_reached(self) -> int | None:
         """Return the number of the last event that the GPU has reached, 0 if reused since; None without events.
 
         Any thread may call it.
@@ -106,10 +106,10 @@ class Watchdog:
         self.write_exit_code = self._folder.write_exit_code
         """Rewrites the latest heartbeat with the exit code; safe in a signal handler."""
         self.all_write = False
-        """Whether every rank writes heartbeats from its start: a rank without any has not started."""
+        """Whether every rank writes heartbeats from its start: a rank without a heartbeat has not started."""
         PROGRESS.write_step = self._write_step
         self._host = host_name()
-        self._work = Work()
+        self._work = WorkDetector()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
         self._ended = threading.Event()
@@ -132,23 +132,23 @@ class Watchdog:
     def writes(self, value: bool) -> None:
         self._folder.writes = value
         if value:
-            self._folder.publish(self._own_heartbeat())  # now: a small model trains several steps within an interval
+            self._folder.publish(self._build_heartbeat())  # now: a small model trains several steps within an interval
 
     def end(self, exit_code: int) -> int:
         """Write the rank's exit code into its last heartbeat; return the code."""
         self._ended.set()
         self._thread.join(timeout=self._interval_s)
-        self._folder.publish(replace(self._own_heartbeat(), exit_code=exit_code))
+        self._folder.publish(replace(self._build_heartbeat(), exit_code=exit_code))
         return exit_code
 
     def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
-            self._folder.publish(self._own_heartbeat())  # the launcher forwards signals to the process named here
+            self._folder.publish(self._build_heartbeat())  # the launcher forwards signals to the process named here
         self._folder.write_step(step, first)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            beat = self._own_heartbeat()
+            beat = self._build_heartbeat()
             self._folder.publish(beat)
             verdict = self._folder.read_verdict() if self._timeout_s else None
             if verdict is not None:
@@ -157,23 +157,23 @@ class Watchdog:
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
 
-    def _own_heartbeat(self) -> Heartbeat:
+    def _build_heartbeat(self) -> Heartbeat:
         progress, now = PROGRESS, time.monotonic()
-        frame = main_thread_frame()
+        frame = get_main_thread_frame()
         collective, begun = find_collective(frame), None
         in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
         if in_long_phase or now - progress.changed_at > self._interval_s:
             if torch.distributed.is_initialized() and torch.cuda.is_initialized():
                 # A thread starts on GPU 0: querying NCCL's events there would create a context of this rank on it.
                 torch.cuda.set_device(self._ranks.device())
-            recorded, begun = recorded_collectives()
+            recorded, begun = read_recorded_collectives()
             collective = collective or recorded
         waits = collective is not None or WAITING_PHASE in progress.phases
         # A rank that waits for the GPU spins, which looks like work, so work counts only outside of waits.
         if in_long_phase and not waits and self._work.has_progressed():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
-        place = (find_place(frame) or "")[:160] if idle_s > self._interval_s else None
+        place = (find_location(frame) or "")[:160] if idle_s > self._interval_s else None
         allowed_s = self._timeout_s * (FIRST_STEP_FACTOR if progress.step == progress.first_step else 1.0)
         if place == BUILD_LOCK:
             allowed_s = max(allowed_s, BUILD_PATIENCE_S)
@@ -189,10 +189,10 @@ class Watchdog:
             collectives_begun=begun,
             idle_s=idle_s,
             stuck=bool(self._timeout_s) and idle_s > allowed_s,
-            free_memory_gib=round(free_host_memory(), 2),
-            free_shm_gib=round(free_shared_memory(), 2),
+            free_memory_gib=round(read_free_host_memory(), 2),
+            free_shm_gib=round(read_free_shared_memory(), 2),
             time=time.time(),
-            device_reached=None if place is None else self._marks.reached(),
+            device_reached=None if place is None else self._marks.find_reached(),
         )
 
     def _check_others(self, own: Heartbeat) -> None:
@@ -221,30 +221,30 @@ class Watchdog:
 
     def _exit(self, verdict: Hang, *, first: bool) -> None:
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
-        traceback.print_stack(main_thread_frame(), file=sys.stderr)
+        traceback.print_stack(get_main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
             os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
             # A launcher ends all ranks once the first has ended, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
-        self._folder.publish(replace(self._own_heartbeat(), exit_code=EXIT_FAILED))
+        self._folder.publish(replace(self._build_heartbeat(), exit_code=EXIT_FAILED))
         os._exit(EXIT_FAILED)
 
 
-def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
+def find_ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
     """Return the ranks that the others wait for in a hanging run; all ranks if none is behind."""
     missing = sorted(rank for rank in silent if rank in beats)
     if missing:
         return missing
-    level = _furthest_behind(beats)
-    behind = _behind_on_device(level) or level
+    level = _find_furthest_behind(beats)
+    behind = _find_behind_on_device(level) or level
     outside = [rank for rank, beat in behind.items() if not _waits_for_others(beat)]
     return sorted(outside or behind)
 
 
-def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the ranks at the lowest step; if all are, the ranks with the fewest collectives begun."""
+def _find_furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+    """Return the ranks at the lowest step; if all ranks are at one step, those with the fewest collectives begun."""
     lowest = min(beat.step for beat in beats.values())
     behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
     begun = [beat.collectives_begun for beat in behind.values()]
@@ -254,8 +254,8 @@ def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
     return behind
 
 
-def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the ranks with a GPU that is behind the others; none if all are at the same event, or on CPUs."""
+def _find_behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+    """Return the ranks with a GPU that is behind the others; empty if all are at the same event, or on CPUs."""
     reached = {rank: beat.device_reached for rank, beat in beats.items() if beat.device_reached is not None}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
     return {rank: beats[rank] for rank, number in reached.items() if number == least < most}
@@ -268,7 +268,7 @@ def _waits_for_others(beat: Heartbeat) -> bool:
 def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang:
     """Return the ranks that the others wait for, and a sentence that describes the hang."""
     quiet = set(silent)
-    behind = ranks_behind(beats, quiet)
+    behind = find_ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]
     if not waiting and len(behind) > 1:
         text = f"all {len(behind)} ranks are stuck, {_describe_position(beats[behind[0]])}"
@@ -279,9 +279,9 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
             )
     else:
         text = "; ".join(_describe_rank(beats[rank], silent=rank in quiet) for rank in behind)
-        if not quiet and behind == sorted(_behind_on_device(_furthest_behind(beats))):
+        if not quiet and behind == sorted(_find_behind_on_device(_find_furthest_behind(beats))):
             text += (
-                ": the GPU is behind those of other ranks; a kernel does not end, or the GPU or its link has a fault "
+                ": the GPU is behind the other ranks' GPUs; a kernel does not end, or the GPU or its link has a fault "
                 "(`dmesg | grep Xid`)"
             )
     if waiting:
@@ -296,7 +296,7 @@ def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
         return f"rank {beat.rank} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
-        return f"{who} no longer sends heartbeats, {_describe_position(beat)}: {_why_silent(beat)}"
+        return f"{who} no longer sends heartbeats, {_describe_position(beat)}: {_explain_silence(beat)}"
     return f"{who} has made no progress for {beat.idle_s / 60.0:.1f} minutes, {_describe_position(beat)}"
 
 
@@ -308,7 +308,7 @@ def _describe_position(beat: Heartbeat) -> str:
     return ", ".join(parts)
 
 
-def _why_silent(beat: Heartbeat) -> str:
+def _explain_silence(beat: Heartbeat) -> str:
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():

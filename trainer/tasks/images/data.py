@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import RunConfig, SourceSection
+from trainer.config.errors import format_count
 from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.grouping import count_held_out, repeat_by_weight
 from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode, find_truncated_captions
@@ -50,8 +51,7 @@ class ImageStats:
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} of the class" if self.priors else ""
         images, captions = (
-            f"{count:,} {what}{'s' * (count != 1)}"
-            for count, what in ((self.records, "image"), (self.captions, "caption"))
+            format_count(count, what) for count, what in ((self.records, "image"), (self.captions, "caption"))
         )
         return [*self.notes, f"train: {images}{held_out}{priors}, {captions}; {sizes}"]
 

@@ -12,6 +12,7 @@ import xxhash
 from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
+from trainer.config.errors import format_count
 from trainer.config.files import read_bytes, read_text
 from trainer.data.image_parts import damaged_image_error, decode_image, refuse_high_depth
 from trainer.data.sources import read_source
@@ -83,7 +84,7 @@ def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
     others = [path for path in entries if path not in used and not path.is_dir()]
     if broken := [path for path in others if not path.exists()]:
-        yield f"skipped {len(broken):,} broken link{'s' * (len(broken) > 1)} (first: {broken[0].name})"
+        yield f"skipped {format_count(len(broken), 'broken link')} (first: {broken[0].name})"
     kinds = Counter(path.suffix.lower() or "no suffix" for path in others if path.exists())
     if kinds:
         counts = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())

@@ -132,7 +132,7 @@ class LayerShards:
         units = plan_units(model, self._keep_whole, keep_embeddings=self._keep_embeddings)
         self._plan = {unit.last_module: unit for unit in units}
 
-    def cut_if_whole(self, model: nn.Module, path: str) -> None:
+    def shard_if_filled(self, model: nn.Module, path: str) -> None:
         """Shard a unit once its last module, at `path`, is filled; every rank must call it for every module."""
         plan = self._plan.pop(path, None)
         if plan is None:
@@ -172,23 +172,24 @@ class LayerShards:
         """
         from peft.tuners.lora import LoraLayer
 
-        below: tuple[str, ...] = ()
+        yielded: tuple[str, ...] = ()
         for path, module in model.named_modules():
             units = (self._units_by_parameter.get(id(parameter)) for parameter in module.parameters())
-            unit = next((each for each in units if each is not None), None)
-            if unit is None or path.startswith(below or "."):
+            unit = next((unit for unit in units if unit is not None), None)
+            if unit is None or path.startswith(yielded or "."):
                 continue
             reads_own = any(id(parameter) in self._units_by_parameter for parameter in module.parameters(recurse=False))
             if reads_own or id(module) in self._modules or isinstance(module, LoraLayer):
-                below = (*below, f"{path}.")
+                yielded = (*yielded, f"{path}.")
                 base = module.get_base_layer() if isinstance(module, LoraLayer) else module
                 yield _Step(unit, module, has_backward=not isinstance(base, nn.Embedding))
 
     @contextmanager
-    def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Gather the weights of these modules within the block; every rank must enter it."""
-        found = [self._units_by_parameter.get(id(parameter)) for module in modules for parameter in module.parameters()]
-        units = [unit for unit in dict.fromkeys(found) if unit is not None]
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        owners = dict.fromkeys(self._units_by_parameter.get(id(parameter)) for parameter in parameters)
+        units = [unit for unit in owners if unit is not None]
         for unit in units:
             unit.start()
             unit.wait()
@@ -204,8 +205,7 @@ class LayerShards:
         for unit in self.units:
             unit.waiting = waiting
 
-    def line(self) -> str:
-        """Return a summary for the console."""
+    def format_summary(self) -> str:
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in host memory" if self._in_host_memory else "on its device"
@@ -217,10 +217,10 @@ class LayerShards:
 
     def _before_forward(self, index: int, *_: Any) -> None:
         # Within a backward pass this is a recomputation, which proceeds from the last layer to the first.
-        self._enter(index, backward=_runs_backward())
+        self._enter(index, backward=_is_in_backward())
 
     def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if _runs_backward():
+        if _is_in_backward():
             return
         if torch.is_grad_enabled():
             if self._steps[index].has_backward:
@@ -228,7 +228,7 @@ class LayerShards:
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(partial(self._before_backward, index))
         elif index == len(self._steps) - 1:
-            self._end_of_pass()
+            self._end_pass()
 
     def _before_backward(self, index: int, _grad: Tensor) -> None:
         # The gradient of a layer's output is complete: all later layers are done with their weights.
@@ -259,9 +259,9 @@ class LayerShards:
 
     def _after_backward(self) -> None:
         self._in_backward = False
-        self._end_of_pass()
+        self._end_pass()
 
-    def _end_of_pass(self) -> None:
+    def _end_pass(self) -> None:
         """Free all units except the one that the next pass begins with."""
         for unit in self.units:
             if unit is not self._steps[0].unit:
@@ -274,5 +274,5 @@ def find_layer_shards(model: Any) -> LayerShards | None:
     return getattr(model, "layer_shards", None)
 
 
-def _runs_backward() -> bool:
+def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)

@@ -2,8 +2,8 @@
 
 All tensors of a unit, of any dtype, are permanent views of one buffer of bytes. Gathering allocates the buffer's
 storage, and one all-gather fills it. Freeing releases the memory. No Parameter changes, and anything that autograd
-saved of a weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again, as
-they share one storage (an idea of FSDP, Zhao et al. 2023). Reading a unit that is not gathered crashes the process
+saved of a weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again,
+because they share one storage, as in FSDP (Zhao et al. 2023). Reading a unit that is not gathered crashes the process
 instead of returning wrong numbers.
 
 Streams: a collective runs on the process group's own stream, starts after earlier work of the compute stream, and the
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from trainer.contract.known_versions import require
-from trainer.parallel.engine.linear_layers import packed_state
+from trainer.parallel.engine.linear_layers import get_packed_state
 
 ALIGNMENT_BYTES = 256  # as in torch's allocator
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -41,7 +41,7 @@ class ShardedUnit:
         pin_memory: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Shard the tensors of the slots over a group (default: all ranks), and replace them by freed views."""
+        """Shard the tensors of the slots over a group (default: all ranks), and replace them with freed views."""
         self.name = name
         self.waiting: Waiting = nullcontext
         self._group = group
@@ -50,8 +50,8 @@ class ShardedUnit:
         offsets, end = [], 0
         for tensor, _ in slots:
             offsets.append(end)
-            end += _aligned(tensor.nbytes)
-        size = _aligned(-(-end // self._world))
+            end += _align(tensor.nbytes)
+        size = _align(-(-end // self._world))
         self._whole = torch.empty(size * self._world, dtype=torch.uint8, device=device)
         for (tensor, replace), offset in zip(slots, offsets, strict=True):
             view = self._whole.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -93,10 +93,10 @@ class ShardedUnit:
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
                 self._own_part.copy_(self._shard, non_blocking=True)
-                alone = self._world == 1
-                self._pending = (
-                    self._copies.record_event() if alone else _all_gather(self._whole, self._own_part, self._group)
-                )
+                if self._world == 1:
+                    self._pending = self._copies.record_event()
+                else:
+                    self._pending = _all_gather(self._whole, self._own_part, self._group)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU, the calling thread) wait for the gather."""
@@ -106,7 +106,6 @@ class ShardedUnit:
             self._pending = None
 
     def free(self) -> None:
-        """Free the gathered memory."""
         if self.is_gathered and not self._is_whole:
             self.wait()  # a collective must not write to memory after it is freed
             self._storage.resize_(0)
@@ -116,7 +115,7 @@ class ShardedUnit:
 def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
     """Yield the slot of the parameter, and the slots of a 4-bit weight's block scales."""
     yield parameter, partial(setattr, parameter, "data")
-    state = packed_state(parameter)
+    state = get_packed_state(parameter)
     while state is not None:
         yield state.absmax, partial(setattr, state, "absmax")
         state = state.state2 if require(state, "nested", "bitsandbytes") else None
@@ -128,5 +127,5 @@ def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -
     return gather(whole, shard, group=group, async_op=True)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
