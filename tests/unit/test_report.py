@@ -17,7 +17,7 @@ from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import build_charts, render_chart
 from trainer.monitor.report.curves import extract_series, running_mean
-from trainer.monitor.report.model_card import model_card
+from trainer.monitor.report.model_card import build_model_card
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
@@ -466,7 +466,7 @@ def test_scores_are_drawn_on_the_page_and_in_the_card(tmp_path: Path) -> None:
     assert page.index("quiz/acc") < page.index("Learning rate"), "before the charts of details"
     assert rows_of(page)["quiz/acc"] == "before 0.2500, after 0.7500"
     settings = json.loads((tmp_path / "training_config.json").read_text())
-    card = model_card(
+    card = build_model_card(
         settings, tmp_path, records, name="me/mine", auto_class="AutoModelForCausalLM", pipeline_tag="text-generation"
     )
     bars = card[card.index("```text") :].splitlines()
