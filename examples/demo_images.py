@@ -23,7 +23,7 @@ from typing import Any
 
 from examples.demo import say
 from trainer.config import CommandParser
-from trainer.data.demo_data import make_once
+from trainer.data.demo_data import build_once
 
 COLORS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (60, 110, 235), "yellow": (235, 210, 50)}
 SHAPES = ("circle", "square", "triangle")
@@ -258,7 +258,7 @@ def main() -> int:
     images = cache / f"shapes-by-night-v{VERSION}"
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, imported by diffusers, logs to standard output
         for folder, make in ((base, partial(make_base, steps=given.steps)), (images, write_images)):
-            make_once(folder, make)
+            build_once(folder, make)
             say(f"{'model' if folder is base else 'images'} in {folder}")
     print(shlex.join([f"base_model={base}", f"dataset.path={images}"]))
     return 0

@@ -26,7 +26,7 @@ from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.errors import find_path_mistake, one_line
 from trainer.config.messages import suggest_override
-from trainer.config.settings_reference import json_schema, reference_text
+from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
@@ -134,9 +134,9 @@ def show_config(
     if (schema or as_json) and config:
         raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; remove one of them")
     if schema:
-        typer.echo(reference_text(width=Console().width))
+        typer.echo(format_reference(width=Console().width))
     elif as_json:
-        typer.echo(json.dumps(json_schema(), indent=2))
+        typer.echo(json.dumps(build_json_schema(), indent=2))
     elif config is None:
         raise UserError("zerolora config: no configuration file; pass one, or add --schema")
     else:

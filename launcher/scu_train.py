@@ -23,10 +23,10 @@ from trainer.config.scu_flags import (
     LOG_FILE,
     build_settings,
     load_flags,
+    load_resumed_settings,
     open_log,
     parse,
-    resumed_ranks,
-    resumed_settings,
+    read_resumed_ranks,
 )
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
@@ -34,8 +34,8 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
 FREE_GIB = 10.0
 # Demo data from the standard library's sources; written by a child process, because the launcher imports no torch.
 DEMO_DATA = (
-    "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
-    "print(*demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
+    "import os; from pathlib import Path; from trainer.data.demo_data import build_demo_data; "
+    "print(*build_demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
 )
 
 
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
     overrides = list(options.overrides)
-    tree = resumed_settings(options)
+    tree = load_resumed_settings(options)
     text = dump(build_settings(options, *_find_data(options)) if tree is None else tree)
     with tempfile.TemporaryDirectory() as folder:
         # Check before writing anything into the output folder.
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             return code
     output = Path(checked.output_dir)
     config = output / "logs" / CONFIG_FILE
-    uses_all_gpus = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
+    uses_all_gpus = options.multi_gpu or (tree is not None and read_resumed_ranks(output) > 1)
     train = ["train", str(config), *overrides, *([] if uses_all_gpus else ["--num-gpus", "1"])]
     header = f"# zerolora {shlex.join(train)}\n"
     if options.dry_run:

@@ -18,7 +18,7 @@ DATA = ROOT / "docs" / "lab" / "data"
 NUMBER = r"\d[\d,.]*(?<=\d)"
 
 
-def read_figures() -> dict[str, Any]:
+def read_columns() -> dict[str, Any]:
     """Return docs/lab/data/figures.yaml."""
     found: dict[str, Any] = yaml.safe_load((DATA / "figures.yaml").read_text())
     return found
@@ -27,7 +27,7 @@ def read_figures() -> dict[str, Any]:
 def measured_values() -> dict[str, str]:
     """Return the measured figures by name, and those that follow from them and from other records."""
     values: dict[str, str] = {}
-    for page in read_figures()["measured"].values():
+    for page in read_columns()["measured"].values():
         values |= page
     values["ratio"] = f"{_number(values['bf16']) / _number(values['bf16_unsloth']):.2f}"
     values["demo_minutes"] = f"{_number(values['demo_seconds']) / 60:.0f}"
@@ -48,7 +48,7 @@ def estimated_values() -> dict[str, str]:
         training = {"batch_size": 1, "gradient_checkpointing": True, "precision": "bf16"}
         data = {"path": "unread.jsonl", "max_length": 2048}
         settings = {"output_dir": "run", "lora": {"r": 16}, "dataset": data, "training": training}
-        for name, (shape, adapter) in read_figures()["fits"].items():
+        for name, (shape, adapter) in read_columns()["fits"].items():
             file.write_text(yaml.safe_dump({**settings, "base_model": f"random:{shape}", "adapter": adapter}))
             config = load_config(file).config
             needed = build_planner(config, 1)[0].estimate(config).needed
@@ -77,7 +77,7 @@ def quote(text: str, template: str, values: Mapping[str, str]) -> str:
 def quoted(page: str, values: Mapping[str, str]) -> str:
     """Return a page with all its figures."""
     text = (ROOT / page).read_text()
-    for template in read_figures()["quotes"][page]:
+    for template in read_columns()["quotes"][page]:
         text = quote(text, template, values)
     return text
 
@@ -85,7 +85,7 @@ def quoted(page: str, values: Mapping[str, str]) -> str:
 def main() -> int:
     """Write the pages."""
     values = measured_values() | estimated_values()
-    for page in read_figures()["quotes"]:
+    for page in read_columns()["quotes"]:
         (ROOT / page).write_text(quoted(page, values))
     return 0
 

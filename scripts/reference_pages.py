@@ -14,7 +14,7 @@ from unittest.mock import patch
 import launcher.commands
 from launcher.commands import MODULES, build_command
 from launcher.module import run_main
-from trainer.config.settings_reference import reference_text
+from trainer.config.settings_reference import format_reference
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -29,7 +29,7 @@ def settings_page() -> str:
         "",
         "```text",
     ]
-    for line in reference_text(110).splitlines():
+    for line in format_reference(110).splitlines():
         section = re.match(r"# ([\w.]+): (.*)", line)
         if section:
             while lines[-1] == "":

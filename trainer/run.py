@@ -16,7 +16,7 @@ from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, collective_timeout
 from trainer.config.errors import format_count
 from trainer.contract.folder_lock import FolderLock
-from trainer.data.prepared import Prepared, skipped_records
+from trainer.data.prepared import Prepared, count_skipped_records
 from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
@@ -270,7 +270,7 @@ class Run:
 
     def _count_skipped(self) -> dict[str, int]:
         skips = self.config.dataset.on_bad_record == "skip"
-        return skipped_records(self.prepared, self.batches) if skips else {}
+        return count_skipped_records(self.prepared, self.batches) if skips else {}
 
     def close(self) -> None:
         """Close the metrics of a failed run, after waiting briefly for a checkpoint that is being written."""

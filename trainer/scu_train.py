@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, open_log, parse, resumed_settings
+from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, load_resumed_settings, open_log, parse
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_rank_variables
-from trainer.data.demo_data import demo_data
+from trainer.data.demo_data import build_demo_data
 from trainer.parallel.ranks.training_process import begin
 
 
@@ -48,12 +48,12 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
         if getattr(options, flag):
             option = f"--{flag.replace('_', '-')}"
             raise UserError(f"{option}: needs no ranks; run `zerolora scu-train {option}`")
-    tree = resumed_settings(options)
+    tree = load_resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None
         if data is None:
             cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
-            data, held_out = map(str, demo_data(cache))
+            data, held_out = map(str, build_demo_data(cache))
         tree = build_settings(options, data, held_out)
     path.write_text(dump(tree), encoding="utf-8")
     return list(options.overrides), Path(load_flags(path, options).config.output_dir)

@@ -35,7 +35,7 @@ from benchmarks.bench.report import (
     set_peers_mfu,
 )
 from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
-from trainer.checkpoint.run_record import commit
+from trainer.checkpoint.run_record import find_commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.config.command_line import positive_int
 from trainer.contract.known_versions import package_versions
@@ -283,7 +283,7 @@ class Bench:
             "card": f"{self.arguments.num_gpus} x {card}",
             "shape": ", ".join(dict.fromkeys(model for _, model in self.cases.values())),
             "versions": versions,
-            "commit": commit(),
+            "commit": find_commit(),
             "command": "zerolora bench " + " ".join(self.words),
             "mfu": MFU_FORMULA,
         }

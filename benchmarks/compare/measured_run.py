@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.commands.evaluate import row_losses
+from trainer.commands.evaluate import compute_row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
@@ -146,9 +146,9 @@ class HeldOutDocuments:
     def evaluate(self, engine: Engine) -> float:
         """Return the mean over all target tokens, nats; keep the sum of each document."""
         engine.eval()
-        losses = self._measure(engine, self._documents, row_losses)
+        losses = self._measure(engine, self._documents, compute_row_losses)
         if self._texts:
-            self._text_losses.append(self._measure(engine, self._texts, row_losses))
+            self._text_losses.append(self._measure(engine, self._texts, compute_row_losses))
             self._text_divergences.append(self._measure(engine, self._texts, compute_row_divergences))
         engine.train()
         self._losses.append(losses)
@@ -161,7 +161,7 @@ class HeldOutDocuments:
         engine.eval()
         for factor in SCALES:
             with scaled_adapter(engine.module, factor):
-                self._scaled.append(self._measure(engine, self._documents, row_losses))
+                self._scaled.append(self._measure(engine, self._documents, compute_row_losses))
         engine.train()
 
     def _measure(

@@ -13,7 +13,7 @@ from pathlib import Path
 from examples.demo import HUB_NAME, demo_model
 from trainer.config import ModelSection, RunConfig, UserError, load_config
 from trainer.contract.whole_files import write_json
-from trainer.data.demo_data import demo_data
+from trainer.data.demo_data import build_demo_data
 
 CPU = "cpu"
 # Memory of the CUDA context and cuBLAS outside torch's allocations, with room to spare.
@@ -145,7 +145,7 @@ def _from_demo() -> Path | str:
 
 def find_data(config: Path) -> list[str]:
     """Return overrides that name the demo's data, generated from this Python's standard library."""
-    train, held_out = demo_data(cache_folder())
+    train, held_out = build_demo_data(cache_folder())
     overrides = [f"dataset.path={train}"]
     if load_config(config).config.dataset.evaluation is not None:
         overrides.append(f"dataset.evaluation.path={held_out}")

@@ -96,7 +96,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         tree["dataset_dir"] = str(dataset_dir.absolute())
         if not dataset_dir.is_dir():
             raise UserError(f"--dataset-dir {dataset_dir}: no such folder; pass the folder of dataset_info.json")
-    trainer = recognize_trainer(tree, enough=1)
+    trainer = recognize_trainer(tree, min_names=1)
     if dataset_dir is not None and trainer == "Axolotl":
         raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove it")
     if trainer is None:

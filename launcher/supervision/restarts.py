@@ -38,7 +38,7 @@ class Ending:
     """Number of ranks started."""
     step: int = 0
     """Step of the rank that failed; the furthest step of any rank if unknown."""
-    completed_step: bool = False
+    has_completed_step: bool = False
     """Whether that rank, or any rank if unknown, completed a step."""
 
     @classmethod
@@ -48,7 +48,7 @@ class Ending:
         failed = by_rank.get(fault.rank) if fault is not None and fault.rank is not None else None
         beats = [failed] if failed is not None else list(by_rank.values())  # others may be a step ahead
         step = max((beat.step for beat in beats), default=0)
-        return cls(code, fault, ranks, step, any(beat.completed_step for beat in beats))
+        return cls(code, fault, ranks, step, any(beat.has_completed_step for beat in beats))
 
     def is_same_failure(self, other: "Ending | None") -> bool:
         """Return whether both failed in the same step with the same status."""
@@ -105,7 +105,7 @@ class Restarts:
                 self._restarts += 1
                 checkpoint = self._prepare_next(ending, ending.fault.reason)
                 say(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
-            before, self._has_trained = ending, self._has_trained or ending.completed_step
+            before, self._has_trained = ending, self._has_trained or ending.has_completed_step
 
     def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
         if self._halvings == MAX_HALVINGS:
@@ -136,7 +136,7 @@ class Restarts:
         if self._restarts == self._max_restarts:
             say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
             return False
-        return ending.completed_step or self._try_exclude(ending)
+        return ending.has_completed_step or self._try_exclude(ending)
 
     def _try_exclude(self, ending: Ending) -> bool:
         """Exclude the host or GPU that failed before a step, if earlier attempts completed steps and return True."""

@@ -155,7 +155,7 @@ def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
     import torch
     from torch import nn
 
-    denoiser = pipeline.empty_denoiser()
+    denoiser = pipeline.build_empty_denoiser()
     denoiser.requires_grad_(False)
     for path, module in list(denoiser.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):

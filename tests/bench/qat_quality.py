@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.bench.eight_bit_quality import interval
-from trainer.checkpoint.finished_run import default_device, find_run, quiet_libraries, saved_tokenizer
-from trainer.commands.evaluate import held_out_samples, row_losses
+from trainer.checkpoint.finished_run import default_device, find_run, load_saved_tokenizer, quiet_libraries
+from trainer.commands.evaluate import compute_row_losses, load_held_out_samples
 from trainer.data.batches import collate
 from trainer.data.samples import split_documents
 
@@ -23,14 +23,14 @@ from trainer.data.samples import split_documents
 def held_out_loss(run_dir: Path, folder: str, documents: int) -> float:
     """Nats per target token of a merged model on what its run held out."""
     run = find_run(run_dir)
-    tokenizer = saved_tokenizer(run)
-    samples, _ = held_out_samples(run, tokenizer, None, None)
+    tokenizer = load_saved_tokenizer(run)
+    samples, _ = load_held_out_samples(run, tokenizer, None, None)
     held_out = [document for sample in samples for document in split_documents(sample)][:documents]
     model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(default_device()).eval()
     total, targets = 0.0, 0
     for document in held_out:
         batch = collate([document], tokenizer.pad_token_id, packed=False, flat=False)
-        total += float(row_losses(model, batch).sum())
+        total += float(compute_row_losses(model, batch).sum())
         targets += batch.target_count
     return total / targets
 

@@ -68,7 +68,7 @@ def _kill(run: Chaos, kills: int, until: float) -> int:
         beats = read_heartbeats(run.out / "logs")
         step = max((beat.step for beat in beats.values()), default=0)
         # A step beyond all that were made before, and by the ranks of now.
-        if 1 not in beats or step <= furthest + 1 or not beats[1].completed_step:
+        if 1 not in beats or step <= furthest + 1 or not beats[1].has_completed_step:
             time.sleep(0.05)
             continue
         time.sleep(draw.uniform(1.0, 5.0))

@@ -76,7 +76,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(start: Start, 
     os.kill(run.pid(1), number)
     ended, out, err = run.end()
     assert ended == code, err
-    assert "saved; continue with" in out
+    assert "saved at step" in out
     assert [run.beat(rank)["exit_code"] for rank in (0, 1)] == [code, code]
     checkpoint = list_checkpoints(run.logs.parent)[-1]
     if number != signal.SIGUSR1:

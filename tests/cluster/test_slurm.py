@@ -83,7 +83,9 @@ def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, wor
     assert end_of(slurm, job) == "CANCELLED" and slurm.restarts(job) == 0
     shown = slurm.run(*ZEROLORA, "status", job)
     assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
-    wait_for(lambda: "stopped at step" in log_of(workplace, "cancelled"), lambda: log_of(workplace, "cancelled"))
+    wait_for(
+        lambda: "stopped and saved at step" in log_of(workplace, "cancelled"), lambda: log_of(workplace, "cancelled")
+    )
     assert int(list_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
 
 
@@ -198,7 +200,7 @@ def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     )
     stopped_at = int(list_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
-    assert "stopped at step" in (run / "logs" / "console.log").read_text()
+    assert "stopped and saved at step" in (run / "logs" / "console.log").read_text()
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "limit")
     log = (run / "logs" / f"slurm-{job}.log").read_text()
     assert log.count("== queued again") == slurm.restarts(job), log

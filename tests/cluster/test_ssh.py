@@ -57,7 +57,7 @@ def test_ctrl_c_on_the_launching_host_saves_on_the_others(
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, out
-    assert "stopped at step" in out
+    assert "stopped and saved at step" in out
     assert int(list_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run)) > 0
     assert_no_rank_is_left(hosts)
 

@@ -145,7 +145,7 @@ OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Labelled answers: 4 of them in each micro-step of all ranks; their mean is the baseline.
-LABELLED: dict[str, Any] = PAIRED | {
+LABELED: dict[str, Any] = PAIRED | {
     "dataset__path": "answers.jsonl", "dataset__evaluation__path": "answers.jsonl", "preference__loss": "kto",
     "training__learning_rate": 3e-2,
 }  # fmt: skip
@@ -200,10 +200,10 @@ TWO_RANKS: list[dict[str, Any]] = [
         logging__sample_tokens=6,
     ),
     *(case(f"pairs-{name}", **PAIRED, **changes) for name, changes in (PREFERENCES | OTHER_PREFERENCES).items()),
-    *(case(f"kto-{name}", **LABELLED, training__batch_size=2, **changes) for name, changes in KTO.items()),
+    *(case(f"kto-{name}", **LABELED, training__batch_size=2, **changes) for name, changes in KTO.items()),
     *(case(f"reward-{name}", **SCORED, **changes) for name, changes in (REWARDS | OTHER_REWARDS).items()),
-    case("kto-nf4-2", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=2),
-    case("kto-nf4-3", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=3, ops__backend="reference"),
+    case("kto-nf4-2", **LABELED, training__batch_size=2, adapter="qlora", zero__stage=2),
+    case("kto-nf4-3", **LABELED, training__batch_size=2, adapter="qlora", zero__stage=3, ops__backend="reference"),
     case("offload-2", zero__stage=2, zero__offload_optimizer=True),
     case("offload-3", zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True),
     case("dropout", zero__stage=2, lora__dropout=0.3, training__gradient_checkpointing="non_reentrant"),
@@ -277,7 +277,7 @@ ONE_RANK: list[dict[str, Any]] = [
     case("nonfinite-stop-2", zero__stage=2, training__max_steps=8, **DIVERGES),
     case("nonfinite-skip-2", training__max_steps=20, training__on_nonfinite="skip", **DIVERGES),
     case("pairs-one-rank", **PAIRED, training__gradient_accumulation_steps=4),
-    case("kto-one-rank", **LABELLED, training__batch_size=4),
+    case("kto-one-rank", **LABELED, training__batch_size=4),
     case("reward-one-rank", **SCORED, training__gradient_accumulation_steps=4),
     case("pairs-streamed", **PAIRED, dataset__shuffle=False, dataset__streaming=True),
     case("pairs-in-order", **PAIRED, dataset__shuffle=False),

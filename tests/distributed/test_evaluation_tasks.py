@@ -9,7 +9,7 @@ import torch
 from tests.distributed.conftest import environment, launch
 from tests.distributed.plan import case
 from tests.lm_eval_tasks import write_tasks
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.ranks.group import Ranks
@@ -47,7 +47,7 @@ def test_two_ranks_measure_the_same_scores_as_one(folder: Path, name: str) -> No
     records: list[dict[str, Any]] = [record for record in read_metrics(folder / name) if "eval/choose/acc" in record]
     assert len(records) > 2
     run = find_run(folder / name)
-    tokenizer, device = saved_tokenizer(run), torch.device("cpu")
+    tokenizer, device = load_saved_tokenizer(run), torch.device("cpu")
     settings = EvaluationSection(tasks=tuple(write_tasks(folder)))
     model = load_trained(run, tokenizer, device)
     scorer = TaskScores(settings, tokenizer, 2, Ranks(0, 1, 0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.conftest import Matrix, environment, launch
-from tests.distributed.plan import LABELLED, PAIRED, case
+from tests.distributed.plan import LABELED, PAIRED, case
 from tests.families import save_family
 from tests.tiny import make_model
 
@@ -60,7 +60,7 @@ MORE: dict[str, dict[str, Any]] = {
     "pairs-cached-2": {**PAIRED, "zero__stage": 2, "preference__reference": "cached"},
     "pairs-recomputed-2": {**PAIRED, "zero__stage": 2, "training__gradient_checkpointing": "non_reentrant"},
     "weighted-2": {**PAIRED, "preference__weighting": "wpo", "zero__stage": 2},
-    "labels-2": {**LABELLED, "training__batch_size": 2, "training__learning_rate": 1e-3, "zero__stage": 2},
+    "labels-2": {**LABELED, "training__batch_size": 2, "training__learning_rate": 1e-3, "zero__stage": 2},
     "answers-3": {**PACKED, "zero__stage": 3, "logging__sample_prompts": ["red cat"], "logging__sample_tokens": 4},
 }  # fmt: skip
 CUT = {**PACKED, "training__save_steps": 2, "zero__stage": 2}

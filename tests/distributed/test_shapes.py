@@ -51,7 +51,7 @@ def test_every_rank_names_the_weight_of_another_shape(folder: Path) -> None:
 
 def test_every_rank_names_the_file_that_is_cut_off(folder: Path) -> None:
     line = read_error(folder, "cut")
-    assert f"base_model={folder / 'cut'}: {PART} is cut short" in line
+    assert f"base_model={folder / 'cut'}: {PART} is truncated" in line
     assert line.endswith("; download or copy it again")
 
 
@@ -59,5 +59,5 @@ def test_a_model_of_one_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     make_model(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"model.safetensors is cut short.*; download or copy it again"):
+    with pytest.raises(UserError, match=r"model.safetensors is truncated.*; download or copy it again"):
         SafetensorsFiles(str(tmp_path), ModelSection())

@@ -12,7 +12,7 @@ import yaml
 
 from tests.distributed.conftest import ROOT
 from tests.tiny import write_chats
-from trainer.checkpoint.finished_run import FinishedRun, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import FinishedRun, load_saved_tokenizer, load_trained
 from trainer.config import RunConfig
 from trainer.scu.law import advance, build_initial_state
 from trainer.scu.law_settings import build_law
@@ -98,7 +98,7 @@ def test_the_controller_moves_lambda(run: tuple[Path, str]) -> None:
 def test_peft_reads_the_adapter_and_gives_the_final_training_loss(run: tuple[Path, str]) -> None:
     config = RunConfig.model_validate_json((run[0] / "training_config.json").read_text())
     found = FinishedRun(run[0], run[0], config)
-    tokenizer = saved_tokenizer(found)
+    tokenizer = load_saved_tokenizer(found)
     model = load_trained(found, tokenizer, torch.device("cuda", 0))
     data = prepare(config.model_copy(update={"output_dir": str(run[0] / "unused")})).data.evaluation
     assert data is not None

@@ -121,7 +121,7 @@ def test_another_run_is_not_overwritten(finished: subprocess.CompletedProcess[st
         [*COMMAND, str(workplace / "config.yaml")], env=environment(), cwd=workplace, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "holds another run" in done.stderr
+    assert "contains another run" in done.stderr
     assert (workplace / "run" / "adapter_model.safetensors").read_bytes() == before
 
 
@@ -161,10 +161,10 @@ def test_sigterm_saves_and_the_run_resumes_to_the_same_end(workplace: Path) -> N
         os.kill(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=500)
     assert process.returncode == 143, out
-    assert "stopped at step" in out and "saved" in out
+    assert "stopped and saved at step" in out
     stopped_at = int(list_checkpoints(cut)[-1].name.split("-")[1])
     assert 0 < stopped_at < 80
-    typed = shlex.split(out.rpartition("continue with: ")[2])
+    typed = shlex.split(out.rpartition("resume with: ")[2])
     assert typed == ["zerolora", *command[3:], "training.resume_from_checkpoint=latest"]
     resumed = subprocess.run(
         [*command[:3], *typed[1:]], env=env, cwd=workplace, capture_output=True, text=True, timeout=500
@@ -208,9 +208,9 @@ def test_two_ranks_skip_a_damaged_checkpoint_together(
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert len(said) == 3, said
     assert "checkpoint-13: training_state-00001.safetensors is damaged" in said[0] and "or latest" in said[0]
-    assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
+    assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; restore it, or allow the change")
     assert said[2].startswith(
-        "error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples a step: "
+        "error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples per step: "
     )
     command = [*common, "training.resume_from_checkpoint=latest"]
     done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)

@@ -27,7 +27,7 @@ def main() -> int:
         collectives_begun=None, idle_s=0.0, stuck=False, free_memory_gib=8.0, free_shm_gib=8.0, time=time.time(),
         first_step=begun,
     )  # fmt: skip
-    (folder / "logs" / f"heartbeat-{rank}.json").write_bytes(beat.line() + f"{begun} {step}\n".encode())
+    (folder / "logs" / f"heartbeat-{rank}.json").write_bytes(beat.encode() + f"{begun} {step}\n".encode())
     if start["fails"] is None:
         return 0
     there = [folder / "logs" / f"heartbeat-{other}.json" for other in range(int(os.environ["WORLD_SIZE"]))]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.plain_peft import plain_losses
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.model.adapter import apply_adapter, check_added_tokens, find_token_layers
@@ -77,7 +77,7 @@ def test_new_tokens_are_learned_as_input_and_output(kind: str, tmp_path: Path) -
     console = train(ground, **SETTINGS, **more)
     assert "the memory estimate is off" not in console, "head and loss are computed together"
     run = find_run(tmp_path / "run")
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     model = load_trained(run, tokenizer, CPU)
     assert answers_right(model, tokenizer, tmp_path / "train.jsonl") == 40
     rows = {name: value.shape for name, value in load_file(run.folder / "adapter_model.safetensors").items()}
@@ -96,7 +96,7 @@ def test_rows_are_saved_for_plain_peft_merged_and_resumed(tmp_path: Path) -> Non
     ground = make_questions(tmp_path)
     train(ground, **SETTINGS)
     run = find_run(tmp_path / "run")
-    tokenizer, tokens = saved_tokenizer(run), torch.tensor([[5, 9, 327, 31, 328, 7]])
+    tokenizer, tokens = load_saved_tokenizer(run), torch.tensor([[5, 9, 327, 31, 328, 7]])
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), run.folder)
     merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
     with torch.no_grad():
@@ -165,5 +165,5 @@ def test_a_tied_model_is_merged_with_its_rows(lora: dict[str, Any], tmp_path: Pa
     merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
     tokens = torch.tensor([[5, 9, 327, 31, 328, 7]])
     with torch.no_grad():
-        expected = load_trained(run, saved_tokenizer(run), CPU)(tokens).logits
+        expected = load_trained(run, load_saved_tokenizer(run), CPU)(tokens).logits
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)

@@ -11,9 +11,9 @@ import torch
 
 from tests.tiny import write_chats
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_tokenizer, load_trained
 from trainer.commands import evaluate
-from trainer.commands.evaluate import bootstrap, held_out_samples, row_losses
+from trainer.commands.evaluate import bootstrap, compute_row_losses, load_held_out_samples
 from trainer.config import UserError
 from trainer.data.batches import collate
 from trainer.data.samples import Sample, split_documents
@@ -21,7 +21,7 @@ from trainer.patches.loss_head import TokenLoss
 
 
 def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    samples, _ = held_out_samples(run, tokenizer, data, split)
+    samples, _ = load_held_out_samples(run, tokenizer, data, split)
     return [document for sample in samples for document in split_documents(sample)]
 
 
@@ -60,12 +60,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(run_dir: Path) -> None:
     run = find_run(run_dir)
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     model = load_trained(run, tokenizer, torch.device("cpu"))
     documents = held_out_documents(run, tokenizer, None, None)
     assert len({len(document.input_ids) for document in documents}) > 2
-    sums = row_losses(model, collate(documents, 0, packed=False, flat=False))
-    alone = [row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents]
+    sums = compute_row_losses(model, collate(documents, 0, packed=False, flat=False))
+    alone = [
+        compute_row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents
+    ]
     np.testing.assert_allclose(sums.numpy(), alone, rtol=5e-7)  # in 32 bits, other shapes of the same products
     with torch.no_grad():
         # As the trainer measures a pack: one row, positions restarting, no mask.
@@ -86,7 +88,7 @@ def test_packs_are_taken_apart_into_the_documents_that_were_packed(tmp_path: Pat
         folder = tmp_path / str(packing)
         folder.mkdir()
         run = find_run(make_run(folder, dataset=data | {"packing": packing}))
-        documents = held_out_documents(run, saved_tokenizer(run), None, None)
+        documents = held_out_documents(run, load_saved_tokenizer(run), None, None)
         found.append(sorted((document.input_ids, document.trained) for document in documents))
     assert len(found[0]) == 12
     assert found[0] == found[1]
@@ -121,12 +123,12 @@ def test_the_table_the_file_and_another_data_set(
 def test_evaluate_works_after_the_training_data_was_deleted(run_dir: Path) -> None:
     run = find_run(run_dir)
     assert run.config.dataset.path is not None and not Path(run.config.dataset.path).exists()
-    assert len(held_out_documents(run, saved_tokenizer(run), None, None)) == 9
+    assert len(held_out_documents(run, load_saved_tokenizer(run), None, None)) == 9
 
 
 def test_a_split_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
     run = find_run(run_dir)
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     other = str(write_chats(tmp_path / "other.jsonl", 20))
     assert len(held_out_documents(run, tokenizer, other, "train[:5]")) == 5
     with pytest.raises(UserError, match=r"^--split=nosuch: .* has no such split; remove the setting"):
@@ -140,9 +142,9 @@ def test_a_split_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> 
     [
         ("--tasks arc_easy --num-fewshot=-1", "--num-fewshot=-1: must be 0 or more"),
         ("--tasks ,", "--tasks=,: empty; pass a task, such as --tasks gsm8k"),
-        ("--num-fewshot 0", "--num-fewshot: needs --tasks; add it, or remove this"),
-        ("--limit 3", "--limit: needs --tasks; add it, or remove this"),
-        ("--apply-chat-template", "--apply-chat-template: needs --tasks; add it, or remove this"),
+        ("--num-fewshot 0", "--num-fewshot: needs --tasks; add --tasks, or remove this option"),
+        ("--limit 3", "--limit: needs --tasks; add --tasks, or remove this option"),
+        ("--apply-chat-template", "--apply-chat-template: needs --tasks; add --tasks, or remove this option"),
     ],
 )
 def test_options_of_tasks_that_cannot_be(

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.tiny import record_base
 from tests.unit.test_after_run import make_run
 from tests.unit.test_data_chat import THINKING
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands import chat, generate
 from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(run_dir: Path) -> tuple[Any, Any]:
     run = find_run(run_dir)
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     return load_trained(run, tokenizer, torch.device("cpu")), tokenizer
 
 
@@ -94,7 +94,7 @@ def test_prompts_of_a_file_keep_their_tools(trained: tuple[Any, Any], tmp_path: 
         encode_prompt(tokenizer, PLAIN, prompt, None)
     for extra in ({"tools": tools}, {"system": "Be brief."}):
         (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "Rain?"} | extra) + "\n")
-        with pytest.raises(UserError, match=rf"record 1: has {next(iter(extra))} next to a text; write the prompt as"):
+        with pytest.raises(UserError, match=rf"record 1: has {next(iter(extra))}, which only conversations can have; "):
             list(read_prompts(str(tmp_path / "asked.jsonl"), "--prompts"))
 
 

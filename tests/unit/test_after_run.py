@@ -12,7 +12,7 @@ import torch
 from benchmarks.bench import __main__ as bench
 from tests.tiny import make_model, record_base, write_chats
 from trainer.checkpoint.adapter_files import record_result
-from trainer.checkpoint.finished_run import ADAPTER, find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, find_run, load_saved_tokenizer, load_trained
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
@@ -90,7 +90,7 @@ def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
     template = "{% for message in messages %}({{ message['content'] }}){% endfor %}"
     folder = make_run(tmp_path)
     run = find_run(folder)
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     other = tmp_path / "other.jinja"  # the file has changed since
@@ -98,7 +98,7 @@ def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
     data = run.config.dataset.model_copy(update={"chat_template": str(other)})
     config = run.config.model_copy(update={"dataset": data})
     (folder / "training_config.json").write_text(config.model_dump_json())
-    assert saved_tokenizer(find_run(folder, allow_mismatch=True)).chat_template == template
+    assert load_saved_tokenizer(find_run(folder, allow_mismatch=True)).chat_template == template
 
 
 def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path:
     for base_model in (None, str(other)):
         run = find_run(run_dir, base_model, allow_mismatch=True)
         with torch.no_grad():
-            logits.append(load_trained(run, saved_tokenizer(run), device)(tokens).logits)
+            logits.append(load_trained(run, load_saved_tokenizer(run), device)(tokens).logits)
     assert not torch.allclose(logits[0], logits[1], atol=0.1)
 
 
 def test_an_adapter_that_does_not_fit_the_base_is_an_error_of_one_line(run_dir: Path, tmp_path: Path) -> None:
     run = find_run(run_dir, str(make_model(tmp_path / "wide", hidden=128)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"does not fit base_model=.*size mismatch"):
-        load_trained(run, saved_tokenizer(run), torch.device("cpu"))
+        load_trained(run, load_saved_tokenizer(run), torch.device("cpu"))
 
 
 def _broken(run_dir: Path, folder: Path, case: str) -> Path:
@@ -171,7 +171,7 @@ BAD_FOLDERS = [
     (evaluate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
     (generate, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
     (merge, "base gone", "base_model=.*gone: does not exist; pass its new location with --base-model"),
-    *[(module, "cut adapter", "adapter_model.safetensors is cut short") for module in ALL],
+    *[(module, "cut adapter", "adapter_model.safetensors is truncated") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[
         (module, "changed adapter", "adapter_model.safetensors is damaged: .*its newest checkpoint is")
@@ -181,7 +181,7 @@ BAD_FOLDERS = [
         (module, "changed settings", "adapter_config.json was changed after training.*--allow-mismatch")
         for module in ALL
     ],
-    (evaluate, "no data", "has no held-out data; pass some with --data"),
+    (evaluate, "no data", "has no held-out data; pass"),
     (merge, "occupied", "merged: already exists"),
 ]
 
@@ -202,9 +202,13 @@ BAD_ARGUMENTS = [
     (evaluate, ["RUN", "--split", "test"], "--split=test: needs --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
     (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; use a file in it"),
-    (evaluate, ["RUN", "--json", "TMP/file"], "file: already exists with other content; use a new file, or remove it"),
+    (
+        evaluate,
+        ["RUN", "--json", "TMP/file"],
+        "file: already exists with other content; use another file, or remove this one",
+    ),
     (bench, ["--json", "TMP"], "--json=.*: is a folder; use a file in it"),
-    (bench, ["--json", "TMP/file"], "file: already exists with other content; use a new file, or remove it"),
+    (bench, ["--json", "TMP/file"], "file: already exists with other content; use another file, or remove this one"),
     (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
     (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, but --format gguf"),
     (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: already exists"),
@@ -259,7 +263,7 @@ def test_a_base_that_is_stored_quantised_is_not_merged_into(tmp_path: Path, caps
     config = tmp_path / "model" / "config.json"
     stored = '"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true},'
     config.write_text(config.read_text().replace("{", "{" + stored, 1))
-    _is_one_line(merge.main([str(folder), "--allow-mismatch"]), capsys, "is stored quantized.*--base-model")
+    _is_one_line(merge.main([str(folder), "--allow-mismatch"]), capsys, "is quantized.*--base-model")
 
 
 def _is_one_line(code: int, capsys: pytest.CaptureFixture[str], message: str) -> None:

@@ -106,7 +106,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing held out": (
         {"evaluation__metrics": ["exact_match"], "dataset__evaluation": None},
-        "evaluation.metrics=[exact_match]: nothing is held out; set dataset.val_split",
+        "evaluation.metrics=[exact_match]: no data is held out; set dataset.val_split",
     ),
     "no calls": (
         {"evaluation__metrics": ["tool_call"]},
@@ -218,6 +218,6 @@ def test_resuming_with_another_metric_restarts_the_search_for_the_best(ground: P
     train(ground, **settings, training__max_steps=2)
     more = {"training__max_steps": 3, "training__resume_from_checkpoint": "latest"}
     shown = train(ground, **settings, **more, training__best_metric="rouge_l")
-    assert "note: training.best_metric is now rouge_l; the search for the best starts over" in shown
+    assert "note: training.best_metric is now rouge_l; the search for the best checkpoint starts over" in shown
     state = json.loads((ground / "again" / "checkpoint-3" / "state.json").read_text())
     assert state["best_metric"] == "rouge_l" and state["best_loss"] <= 0.0

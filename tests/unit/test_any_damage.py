@@ -171,7 +171,7 @@ def test_a_disk_that_takes_no_more_is_named_in_a_line(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         line = capsys.readouterr().err.splitlines()[-1]
-        assert code == 1 and "the disk at " in line and "make room" in line, line
+        assert code == 1 and "the disk at " in line and "free some space" in line, line
         assert_a_line(line)
         assert files_of(ground) == before
         assert not [path for path in (ground / "run").iterdir() if path.name.startswith((".", "export", "merged"))]

@@ -104,9 +104,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be random",)),
     # the files
-    "no weights": (removed("model.safetensors"), ("no .safetensors file; only safetensors are loaded",)),
-    "cut short": (cut("model.safetensors", 9000), ("model.safetensors is cut short",)),
-    "cut in the header": (cut("model.safetensors", 500), ("model.safetensors is cut short", "copy it again")),
+    "no weights": (removed("model.safetensors"), ("no .safetensors file; convert",)),
+    "truncated": (cut("model.safetensors", 9000), ("model.safetensors is truncated",)),
+    "cut in the header": (cut("model.safetensors", 500), ("model.safetensors is truncated", "copy it again")),
     "empty": (cut("model.safetensors", 0), ("model.safetensors is not a safetensors file",)),
     "pickled": (pickled, ("model.safetensors is a pickle file",)),
     "git-lfs": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ("`git lfs pull`",)),
@@ -119,30 +119,33 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a shard": (
         sharded(lambda folder: sorted(folder.glob("model-*"))[-1].unlink()),
-        (", listed in model.safetensors.index.json, is missing (1 of ", "download or copy the model again"),
+        (" is listed in model.safetensors.index.json, but missing (1 of ", "download or copy the model again"),
     ),
     "a cut shard": (
         sharded(lambda folder: cut(sorted(folder.glob("model-*"))[1].name, 2000)(folder)),
-        ("model-00002-of-", "is cut short"),
+        ("model-00002-of-", "is truncated"),
     ),
     "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json is not JSON (",)),
     "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json must be a map",)),
     "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
     # config.json
-    "no config.json": (removed("config.json"), ("the folder has no config.json",)),
+    "no config.json": (removed("config.json"), ("has no config.json",)),
     "config cut": (cut("config.json", 40), ("config.json: is not JSON (line ",)),
     "config empty": (cut("config.json", 0), ("config.json: is not JSON (line 1",)),
     "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json: line 1: byte 0xff is not UTF-8",)),
     "config nested": (written("config.json", "[" * 100_000), ("config.json: is nested too deeply",)),
     "config a list": (written("config.json", "[]"), ("config.json: must be a map",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
-    "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
-    "heads": (settings(num_attention_heads=5), ("no model can be built from config.json (",)),
+    "unknown model_type": (settings(model_type="llama9"), ("has model_type llama9, which transformers 5.",)),
+    "heads": (settings(num_attention_heads=5), ("config.json is unusable (",)),
     "a text for a number": (
         settings(num_hidden_layers="two"),
         ("config.json: num_hidden_layers: ", "must be a whole number"),
     ),
-    "adapter next to it": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
+    "adapter next to it": (
+        written("adapter_config.json", "{}"),
+        ("also contains an adapter", "move adapter_config.json"),
+    ),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
     "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
@@ -151,18 +154,18 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
     # quantised
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantized (bitsandbytes)", "full-precision")),
-    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is stored in it",)),
+    "gptq": (quantised("gptq", bits=4), ("config.json says GPTQ, but no tensor is in that format",)),
     "gptq rules": (quantised("gptq", bits=4, dynamic=[1]), ("config.json: quantization_config.dynamic",)),
-    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is stored in it",)),
+    "awq": (quantised("awq", bits=4), ("config.json says AWQ, but no tensor is in that format",)),
     "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
     "odd groups": (
         quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
         ("4-bit Nones by None of 0, but only W4A16",),
     ),
-    "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
+    "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor", "remove quantization_config")),
     "mxfp4": (
         quantised("mxfp4"),
-        ("config.json says mxfp4, but no tensor is stored in it", "remove quantization_config"),
+        ("config.json says mxfp4, but no tensor", "remove quantization_config"),
     ),
     "compressed": (
         quantised("compressed-tensors", format="float-quantized"),
@@ -243,17 +246,17 @@ def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
 NAMES: dict[str, tuple[str, ...]] = {
     "https://huggingface.co/Qwen/Qwen2.5-7B": ("is a URL; write base_model: Qwen/Qwen2.5-7B",),
     "https://example.org": ("is a URL; use a folder or OWNER/NAME",),
-    "m/model.safetensors": ("is a file; use the folder that holds it",),
+    "m/model.safetensors": ("is a file; use its folder",),
     "/models/missing": ("no such folder (/",),
     "./missing": ("no such folder (",),
     "missing.safetensors": ("no such file",),
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
-    "x" * 300: ("a name of 300 bytes; at most 255 are allowed",),
+    "x" * 300: ("has a part of 300 bytes; use at most 255",),
     "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
-    "parent": ("the folder has no config.json, but its subfolder m does; use parent/m",),
-    "adapter": ("the folder holds an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
+    "parent": ("has no config.json, but its subfolder m does; use parent/m",),
+    "adapter": ("contains only an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
 }
 
 

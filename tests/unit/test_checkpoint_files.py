@@ -15,11 +15,11 @@ from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
     choose_checkpoint,
     find_damage,
-    later_checkpoints,
     list_checkpoints,
+    list_later_checkpoints,
+    list_surplus_checkpoints,
     publish,
     reseal,
-    surplus_checkpoints,
 )
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
@@ -100,7 +100,7 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: s
         choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
     line = str(refused.value)
     assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {problem}") and "\n" not in line
-    assert "or latest for the newest complete one" in line
+    assert "or latest for the newest complete checkpoint" in line
 
 
 def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir: Path) -> None:
@@ -135,16 +135,18 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     for step in (500, 1000, 1500):
         write(run_dir, step)
     write(run_dir, 800, name=".writing-checkpoint-800")
-    later = later_checkpoints(run_dir, 500)
+    later = list_later_checkpoints(run_dir, 500)
     aside = publish(run_dir / ".writing-checkpoint-800", run_dir / "checkpoint-800", later)
     assert [path.name for path in aside] == ["abandoned-checkpoint-1000", "abandoned-checkpoint-1500"]
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
     assert choose_checkpoint("latest", run_dir, read=True).checkpoint == run_dir / "checkpoint-800"
-    assert list(surplus_checkpoints(run_dir, 3, ())) == []
+    assert list(list_surplus_checkpoints(run_dir, 3, ())) == []
     write(run_dir, 1000, name=".writing-checkpoint-1000")
     publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", [])
     write(run_dir, 900, name=".writing-checkpoint-900")
-    aside = publish(run_dir / ".writing-checkpoint-900", run_dir / "checkpoint-900", later_checkpoints(run_dir, 800))
+    aside = publish(
+        run_dir / ".writing-checkpoint-900", run_dir / "checkpoint-900", list_later_checkpoints(run_dir, 800)
+    )
     assert [path.name for path in aside] == ["abandoned-2-checkpoint-1000"]
     # What was set aside can still be named.
     found = choose_checkpoint(str(run_dir / "abandoned-checkpoint-1500"), run_dir, read=True)
@@ -160,7 +162,7 @@ def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
     for step in (500, 1000, 1500):
         write(run_dir, step)
     write(run_dir, 1000, name=".writing-checkpoint-1000")
-    later, done = later_checkpoints(run_dir, 500), 0
+    later, done = list_later_checkpoints(run_dir, 500), 0
 
     def crash(*names: Path) -> None:
         nonlocal done
@@ -208,7 +210,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("cut", "adapter_model.safetensors is cut short"),
+        ("cut", "adapter_model.safetensors is truncated"),
         ("pickle", "adapter_model.safetensors is not a safetensors file"),
         ("torch", "adapter_model.safetensors is not a safetensors file"),
         ("header", "adapter_model.safetensors "),

@@ -124,7 +124,7 @@ def test_a_finished_trial_is_known_by_its_settings(config: Path) -> None:
         (["training.eval_steps=0", "training.best_checkpoint=false"], "training.eval_steps=0"),
         (["--targets", "0.1", "--measures", "delta,factors"], "--targets: 1 for 2 measures"),
         (["--measures", "delta,kl"], "--measures: lambda of kl"),
-        (["training.weight_decay=0.1"], "training.weight_decay=0.1: a second regularizer"),
+        (["training.weight_decay=0.1"], "training.weight_decay=0.1: scu.enabled already regularizes the weights"),
         (["scu.target=auto", "scu.law=published"], "scu.target=auto"),
         (["scu.sigmma=1"], "did you mean scu.sigma"),
     ],

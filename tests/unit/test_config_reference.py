@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 
 from trainer.config.messages import setting_names
-from trainer.config.settings_reference import json_schema, reference_text
+from trainer.config.settings_reference import build_json_schema, format_reference
 
 
 def test_every_setting_has_its_entry() -> None:
-    heads = {line.split(":")[0] for line in reference_text(100).splitlines() if line and line[0] not in " #"}
+    heads = {line.split(":")[0] for line in format_reference(100).splitlines() if line and line[0] not in " #"}
     assert heads == set(setting_names())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_fit_the_terminal(width: int) -> None:
-    long = [line for line in reference_text(width).splitlines() if len(line) > width and not line.startswith("#")]
+    long = [line for line in format_reference(width).splitlines() if len(line) > width and not line.startswith("#")]
     assert long == []
 
 
@@ -35,11 +35,11 @@ def test_lines_fit_the_terminal(width: int) -> None:
     ],
 )
 def test_entries_carry_type_range_and_default(entry: str) -> None:
-    assert entry in reference_text(120).splitlines()
+    assert entry in format_reference(120).splitlines()
 
 
 def test_meaning_and_other_names_stand_below() -> None:
-    lines = reference_text(120).splitlines()
+    lines = format_reference(120).splitlines()
     below = lines[lines.index("lora.r: integer >= 1, <= 32768 (default 16)") + 1 :]
     assert (
         " ".join(below[:2]).split()
@@ -51,7 +51,7 @@ def test_meaning_and_other_names_stand_below() -> None:
 
 
 def definitions(name: str) -> dict[str, Any]:
-    properties: dict[str, Any] = json_schema()["$defs"][name]["properties"]
+    properties: dict[str, Any] = build_json_schema()["$defs"][name]["properties"]
     return properties
 
 
@@ -62,5 +62,5 @@ def test_the_json_schema_allows_what_the_loader_allows() -> None:
     assert {key: rank[key] for key in rank if key != "description"} == {
         "default": 16, "minimum": 1, "maximum": 32768, "title": "R", "type": "integer",
     }  # fmt: skip
-    assert json_schema()["required"] == ["base_model", "dataset"]
-    assert json_schema()["additionalProperties"] is False
+    assert build_json_schema()["required"] == ["base_model", "dataset"]
+    assert build_json_schema()["additionalProperties"] is False

@@ -163,7 +163,7 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
             (cache / "built" / ("data" if kept == "data" else "")).chmod(0o600)
         os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match="in it belongs to another user") as refused:
+            with pytest.raises(UserError, match="in this folder belongs to another user") as refused:
                 read()
         finally:
             os.seteuid(0)
@@ -190,7 +190,7 @@ def test_no_room_for_it_is_one_line(tokenizer: PreTrainedTokenizerBase) -> None:
     kind, said = results.get(timeout=300)
     process.join()
     assert (kind, "\n" in said) == (UserError.__name__, False), said
-    assert said.startswith("dataset.cache_dir=cache: data cannot be written there (File too large); ")
+    assert said.startswith("dataset.cache_dir=cache: cannot be written (File too large); ")
     assert said.endswith("free space, or use another folder")
     assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
 

@@ -353,7 +353,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "format without its field": (
         {"foo": "a", "bar": "b"},
         {"format": "prompt_completion"},
-        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name the fields in dataset.fields"),
+        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "map the fields in dataset.fields"),
     ),
     "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
     "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "a single turn (role", "messages")),
@@ -393,7 +393,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"format": "messages"},
         ("messages is missing", "text"),
     ),
-    "completion is a list of numbers": ({"prompt": "x", "completion": 3}, {}, ("completion is a number, not text",)),
+    "completion is a list of numbers": (
+        {"prompt": "x", "completion": 3},
+        {},
+        ("completion is a number; write a text",),
+    ),
     "tool call without name": (
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
         {},
@@ -409,7 +413,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("dataset.format=auto", "already tokenized (input_ids)"),
     ),
-    "a system prompt that is no text": ({"messages": [ASK, SAY], "system": 5}, {}, ("system is a number, not text",)),
+    "a system prompt that is no text": (
+        {"messages": [ASK, SAY], "system": 5},
+        {},
+        ("system is a number; write a text",),
+    ),
     "a weight above 1": ({"messages": [ASK, {**SAY, "weight": 1.5}]}, {}, ("turn 2", "weight=1.5", "from 0 to 1")),
     "a switch that is text": (
         {"prompt": "Why?", "completion": [{**SAY, "train": "yes"}]},

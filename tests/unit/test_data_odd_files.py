@@ -164,10 +164,10 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         ("line 1 of a.jsonl is JSON that cannot be read",),
     ),
     "HTML": ("a.json", "<!DOCTYPE html>\n<html></html>\n", ("line 1 of a.json is not JSON",)),
-    "a pointer of Git LFS": (
+    "a Git LFS pointer": (
         "a.jsonl",
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        ("a.jsonl is a pointer of Git LFS", "git lfs pull"),
+        ("a.jsonl is a Git LFS pointer", "git lfs pull"),
     ),
     "a parquet file by another name": ("a.jsonl", b"PAR1\x15\x04\x15", ("line 1 of a.jsonl is not JSON",)),
     "a cut parquet file": (
@@ -178,9 +178,9 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a row too long": (
         "a.csv",
         "prompt,completion\na,b\nI said, well, yes,no\n",
-        ("line 3 of a.csv has 4 cells, and the first line 2 (separated by ,)", "double quotes"),
+        ("line 3 of a.csv has 4 cells, but the first line has 2 (separated by ,)", "quote texts"),
     ),
-    "a row too short": ("a.csv", "prompt,completion\na\n", ("line 2 of a.csv has 1 cells, and the first line 2",)),
+    "a row too short": ("a.csv", "prompt,completion\na\n", ("line 2 of a.csv has 1 cells, but the first line has 2",)),
     "a quote that never ends": ("a.csv", 'prompt,completion\n"a,b\nc,d\n', ("line 2 of a.csv is not CSV",)),
     "a quote within quotes": (
         "a.csv",
@@ -232,9 +232,9 @@ def make_special(name: str) -> str:
 
 
 SPECIAL = {
-    "a pipe": "is a pipe, socket or device, and data is read several times; write it to a file",
-    "a socket": "is a pipe, socket or device, and data",
-    "a device": "is a pipe, socket or device, and data",
+    "a pipe": "is a pipe, socket or device, but data is read several times; write it to a file",
+    "a socket": "is a pipe, socket or device, but data",
+    "a device": "is a pipe, socket or device, but data",
     "a folder": "the folder has no data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
@@ -273,7 +273,10 @@ def test_no_right_to_read(streaming: bool) -> None:
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir()
     cache.chmod(0o555)
-    with without_rights(), pytest.raises(UserError, match=r"b.jsonl: cannot be read, since .*/hf\S* cannot be written"):
+    with (
+        without_rights(),
+        pytest.raises(UserError, match=r"b.jsonl: cannot be read, because .*/hf\S* cannot be written"),
+    ):
         read("b.jsonl", streaming=streaming)
     cache.chmod(0o777)
     expected = {

@@ -370,7 +370,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "longer than the model": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "limit": 32},
-        ("dataset.max_length=64", "has positions for 32 tokens only"),
+        ("dataset.max_length=64", "only has positions for 32 tokens"),
     ),
 }
 
@@ -405,5 +405,5 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
 def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 3)
     Path("cache").write_text("a file")
-    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: data cannot be written there"):
+    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: cannot be written"):
         prepared(tokenizer)

@@ -62,7 +62,7 @@ def test_only_the_files_that_are_named_are_read(streaming: bool) -> None:
     assert texts("deep/notes.jsonl", "deep/part-1.jsonl") == ["notes", "part-1"], "in the order of the names"
     with pytest.raises(UserError, match=r"data_files=deep/part-3.jsonl: no such data file in many; did you mean deep/"):
         texts("deep/part-3.jsonl")
-    with pytest.raises(UserError, match=r"data_files=\[x\]: .*is a file; remove one of the two"):
+    with pytest.raises(UserError, match=r"data_files=\[x\]: .*is a file; remove one of them"):
         read("many/deep/notes.jsonl", streaming=streaming, data_files=("x",))
 
 
@@ -164,7 +164,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "strings.jsonl": ({}, ("line 1 of strings.jsonl is text",)),
     "broken.json": ({}, ("dataset.path=broken.json: line 2 of broken.json is not JSON",)),
     "latin.jsonl": ({}, ("line 1 of latin.jsonl is not UTF-8 text (byte 0xe9 at offset 10)", "iconv")),
-    "ragged.csv": ({}, ("dataset.path=ragged.csv: line 3 of ragged.csv has 3 cells, and the first line 2",)),
+    "ragged.csv": ({}, ("dataset.path=ragged.csv: line 3 of ragged.csv has 3 cells, but the first line has 2",)),
     "broken.parquet": ({}, ("dataset.path=broken.parquet: cannot be read as parquet",)),
     "mixed": ({}, ("dataset.path=mixed: has files of several kinds (csv, json)", "dataset.mix")),
     "nothing": ({}, ("dataset.path=nothing: the folder has no data files",)),

@@ -202,15 +202,15 @@ def test_hints_that_can_be_followed(tokenizer: PreTrainedTokenizerBase, name: st
 
 
 RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "half a character": (
+    "an unpaired surrogate": (
         '{"prompt": "a", "completion": "b \\ud83d"}',
         {},
-        r"record 1: has half a character (\ud83d, after 'a",
+        r"record 1: has an unpaired surrogate (\ud83d, after 'a",
     ),
-    "half a character in a turn": (
+    "an unpaired surrogate in a turn": (
         json.dumps({"messages": [{"role": "user", "content": "\ud83d"}, TURNS[1]]}),
         {},
-        r"has half",
+        r"has an unpaired surrogate",
     ),
     "a format in a template": (
         '{"q": "a", "completion": "b"}',
@@ -250,7 +250,7 @@ def test_turns_that_are_written_as_json(tokenizer: PreTrainedTokenizerBase) -> N
 def test_fields_that_are_not_used_are_named_with_counts(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"messages": TURNS, "id": n} | ({"context": "c"} if n < 3 else {"context": ""}) for n in range(10)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "dataset: unused fields, of 10 records: id (in 10), context (in 3)" in stats_of(tokenizer).notes
+    assert "dataset: unused fields in 10 records: id (in 10), context (in 3)" in stats_of(tokenizer).notes
     write_pairs("b.jsonl", "red", "blue")
     mix = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     notes = stats_of(tokenizer, path=None, mix=mix).notes
@@ -299,7 +299,7 @@ BAD_RECORDS = {
         json.dumps({"messages": [{"role": "moderator", "content": "x"}, TURNS[1]]}).encode(),
         "moderator",
     ),
-    "half a character": (".jsonl", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}]}).encode(), "half"),
+    "surrogate": (".jsonl", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}]}).encode(), "surrogate"),
     "no JSON": (".jsonl", b'{"messages": [', "line 3 of a.jsonl is not JSON"),
     "no record": (".jsonl", b"[1, 2]", "line 3 of a.jsonl is a list"),
     "latin-1": (".jsonl", b'{"messages": "caf\xe9"}', "line 3 of a.jsonl is not UTF-8"),

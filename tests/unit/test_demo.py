@@ -10,7 +10,7 @@ import pytest
 
 from examples.demo import PARAMETERS, check_weights, demo_model
 from trainer.config import UserError
-from trainer.data.demo_data import demo_data, stdlib_examples
+from trainer.data.demo_data import build_demo_data, list_stdlib_examples
 
 
 def conversations(path: Path) -> list[list[dict[str, str]]]:
@@ -19,7 +19,7 @@ def conversations(path: Path) -> list[list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return demo_data(tmp_path_factory.mktemp("cache"))
+    return build_demo_data(tmp_path_factory.mktemp("cache"))
 
 
 def test_the_standard_library_gives_thousands_of_records(splits: tuple[Path, Path]) -> None:
@@ -44,7 +44,7 @@ def test_the_splits_share_neither_a_prompt_nor_a_function_name(splits: tuple[Pat
 
 def test_the_same_python_gives_the_same_bytes(splits: tuple[Path, Path], tmp_path: Path) -> None:
     """In a process with another hash seed, as on another machine."""
-    code = "import sys, pathlib as p; from trainer.data.demo_data import demo_data; demo_data(p.Path(sys.argv[1]))"
+    code = "import sys, pathlib as p, trainer.data.demo_data as demo; demo.build_demo_data(p.Path(sys.argv[1]))"
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, env=environment, check=True, timeout=300)
@@ -54,7 +54,7 @@ def test_the_same_python_gives_the_same_bytes(splits: tuple[Path, Path], tmp_pat
 
 def test_a_finished_cache_is_left_alone(splits: tuple[Path, Path]) -> None:
     before = [path.stat().st_mtime_ns for path in splits]
-    assert demo_data(splits[0].parent.parent) == splits
+    assert build_demo_data(splits[0].parent.parent) == splits
     assert [path.stat().st_mtime_ns for path in splits] == before
 
 
@@ -69,7 +69,7 @@ def test_sources_are_parsed_not_imported(tmp_path: Path) -> None:
     )
     (tmp_path / "pack" / "tests" / "test_box.py").write_text('def f():\n    """A test."""\n')
     (tmp_path / "broken.py").write_text("def (:\n")
-    [(name, example)] = stdlib_examples(tmp_path)
+    [(name, example)] = list_stdlib_examples(tmp_path)
     assert name == "put"
     assert example["messages"][0]["content"] == "pack.Box.put(self, item, /, *rest, key: int=0, **more)"
     assert json.loads(example["messages"][1]["content"]) == {

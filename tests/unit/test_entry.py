@@ -130,7 +130,7 @@ def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: P
         ("dataset.evaluation={path: none.jsonl}", "dataset.evaluation.path=none.jsonl: no such file or folder"),
         ("base_model=./none", "base_model=./none: no such folder"),
         ("output_dir=victim.py", "output_dir=victim.py: victim.py is a file"),
-        ("output_dir=earlier", "output_dir=earlier: holds another run"),
+        ("output_dir=earlier", "output_dir=earlier: contains another run"),
     ],
 )
 def test_errors_found_without_the_model_are_reported_before_torch_is_imported(

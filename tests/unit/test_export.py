@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import CHATML, record_base
 from tests.unit.test_after_run import make_run
 from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
-from trainer.checkpoint.finished_run import find_run, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer
 from trainer.commands.export.__main__ import main
 from trainer.commands.export.ollama import build_modelfile, derive_chat_parts
 from trainer.commands.merged_model import merge
@@ -63,7 +63,7 @@ def test_differences_in_llama_cpp_are_reported(tmp_path: Path, capsys: pytest.Ca
     assert main([str(make_run(tmp_path, base=base)), "--format", "gguf", "--output", str(tmp_path / "a.gguf")]) == 0
     said = capsys.readouterr().out
     assert "context of 64 tokens: llama.cpp does not support this model's sliding window" in said
-    assert "handles spaces after special tokens differently, so tokens of chats may differ" in said
+    assert "handles spaces after special tokens differently" in said
 
 
 def test_peft_reads_what_is_exported_for_it(run_dir: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ COUNTS = "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\
 def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
     template: str, expected: str | None, run_dir: Path
 ) -> None:
-    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer = load_saved_tokenizer(find_run(run_dir))
     tokenizer.chat_template = template
     parts = derive_chat_parts(tokenizer)
     assert (parts.without_system if parts else None) == expected
@@ -148,7 +148,7 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
 def test_ollama_asks_a_run_that_trained_text_as_it_was_trained(
     form: str, template: str | None, run_dir: Path, tmp_path: Path
 ) -> None:
-    text = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
+    text = build_modelfile("m.gguf", load_saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
     assert ("TEMPLATE" in text.partition("#")[0]) is (template is not None)
     assert template is None or f'\nTEMPLATE """{template}"""\n' in text
     assert "<|im_start|>" not in text
@@ -163,14 +163,16 @@ def test_ollama_takes_the_form_that_the_run_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["No\u00a0break.", 'Say """\nnothing.'])
 def test_a_system_prompt_that_ollama_would_change_is_left_out(prompt: str, run_dir: Path) -> None:
-    text = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=prompt)
+    text = build_modelfile("m.gguf", load_saved_tokenizer(find_run(run_dir)), system_prompt=prompt)
     assert "\nSYSTEM" not in text and "\n# No SYSTEM: Ollama would change the system prompt" in text
-    kept = build_modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt='Say """so""", 😀:\n\t"yes"')
+    kept = build_modelfile(
+        "m.gguf", load_saved_tokenizer(find_run(run_dir)), system_prompt='Say """so""", 😀:\n\t"yes"'
+    )
     assert kept.endswith('\nSYSTEM """Say """so""", 😀:\n\t"yes""""\n')
 
 
 def test_answers_stop_where_turns_end_without_a_template_too(run_dir: Path) -> None:
-    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer = load_saved_tokenizer(find_run(run_dir))
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.chat_template = COUNTS.replace("\n", "<|im_end|>\n")
     text = build_modelfile("m.gguf", tokenizer, system_prompt=None)
@@ -178,7 +180,7 @@ def test_answers_stop_where_turns_end_without_a_template_too(run_dir: Path) -> N
 
 
 def test_ollama_gets_the_variables_of_the_template(run_dir: Path) -> None:
-    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer = load_saved_tokenizer(find_run(run_dir))
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ sign }}<|im_end|>")
     for variables, sign in ((None, ""), ({"sign": "!?"}, "!?")):
         text = build_modelfile("m.gguf", tokenizer, system_prompt=None, variables=variables)
@@ -188,7 +190,7 @@ def test_ollama_gets_the_variables_of_the_template(run_dir: Path) -> None:
 def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer = load_saved_tokenizer(find_run(run_dir))
     tokenizer.bos_token = "<|im_start|>"
     parts = derive_chat_parts(tokenizer)
     assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
@@ -203,7 +205,7 @@ def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Pa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: is for GGUF files"),
+        (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: is only for GGUF files"),
         (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's dtype"),
         (["--format", "gguf", "--output", "."], "is a folder, but --format gguf writes a file"),
     ],

@@ -2,9 +2,9 @@
 
 import pytest
 
-from scripts.figures import ROOT, estimated_values, measured_values, quote, quoted, read_figures
+from scripts.figures import ROOT, estimated_values, measured_values, quote, quoted, read_columns
 
-FIGURES = read_figures()
+FIGURES = read_columns()
 
 
 @pytest.mark.parametrize("page", FIGURES["measured"])

@@ -193,7 +193,7 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
         first.release()
 
     FolderLock.take(tmp_path, resumes=False, say=say).release()
-    assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, up to 15 minutes" in said[0]
+    assert len(said) == 1 and "of job 812" in said[0] and "waiting for it to end, up to 15 minutes" in said[0]
 
 
 def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
@@ -213,7 +213,7 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
         other.kill()
 
     FolderLock.take(tmp_path, resumes=True, say=say).release()
-    assert "waiting for its end, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
+    assert "waiting for it to end, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 
 

@@ -272,7 +272,7 @@ def test_a_tokenizer_that_changes_the_text_is_refused(kind: str, tmp_path: Path)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     folder = make_saved(tmp_path / "model", "llama", {})
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"Lowercase and .* convert what"):
+    with pytest.raises(UserError, match=r"Lowercase and .* convert the output"):
         write_gguf(folder, tmp_path / "model.gguf", dtype="auto")
 
 
@@ -294,5 +294,5 @@ def test_a_tokenizer_with_a_splitting_of_its_own_is_refused(tmp_path: Path) -> N
         [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"tokenizer.s rules \(Punctuation and ByteLevel\).* convert what"):
+    with pytest.raises(UserError, match=r"tokenizer.s rules \(Punctuation and ByteLevel\).* convert the output"):
         write_gguf(folder, tmp_path / "model.gguf", dtype="auto")

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline, write_images
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import ImageBatches, group_by_size, image_evaluation
+from trainer.tasks.images.batches import ImageBatches, group_by_size, iterate_evaluation_images
 from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.sizes import bucket_sizes, fit_to_bucket
@@ -71,7 +71,7 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
     assert read_images(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
-    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: must have file_name and, as text,"):
+    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: needs file_name, and a text in"):
         read_images(SourceSection(path=str(folder)), "dataset", None)
 
 
@@ -113,7 +113,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
         ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
-        ("task=language", "holds an image model; set task: auto"),
+        ("task=language", "contains an image model; set task: auto"),
     ],
 )
 def test_what_cannot_work_is_one_line(root: Path, override: str, line: str) -> None:
@@ -255,14 +255,14 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
     weights = [float(group.weights.sum()) for each in both for group in each.step_batches(0, 0)[0][0].groups]
     assert sum(weights) == 4, "what fills up does not count"
-    rows = [list(image_evaluation(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
+    rows = [list(iterate_evaluation_images(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
     assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
 
 
 def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation
-    rows = [list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)]
+    rows = [list(iterate_evaluation_images(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]
@@ -275,11 +275,11 @@ def test_min_snr_weighs_easy_times_less() -> None:
 
     pipeline = read_pipeline("random:sdxl", ModelSection())
     latents, noise, times = torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2), torch.tensor([0.01, 0.5, 0.99])
-    plain = Objective(pipeline, ImageSection()).noised(latents, noise, times)
-    weighted = Objective(pipeline, ImageSection(min_snr_gamma=5.0)).noised(latents, noise, times)
+    plain = Objective(pipeline, ImageSection()).add_noise(latents, noise, times)
+    weighted = Objective(pipeline, ImageSection(min_snr_gamma=5.0)).add_noise(latents, noise, times)
     assert plain.weights.tolist() == [1, 1, 1]
     assert weighted.weights[0] < 0.06 and weighted.weights[1:].tolist() == [1, 1]
-    velocity = Objective(pipeline, ImageSection(prediction="v_prediction")).noised(latents, noise, times)
+    velocity = Objective(pipeline, ImageSection(prediction="v_prediction")).add_noise(latents, noise, times)
     torch.testing.assert_close(velocity.target, -(1 - plain.noisy.square()).sqrt(), atol=1e-5, rtol=1e-4)
 
 
@@ -301,7 +301,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
     from trainer.config import LoraSection, ModelSection
     from trainer.memory.image_models import observe_activations
     from trainer.model.adapter import apply_adapter
-    from trainer.tasks.images.batches import image_evaluation
+    from trainer.tasks.images.batches import iterate_evaluation_images
     from trainer.tasks.images.model import load_image_model
     from trainer.tasks.images.objective import NoiseLoss
     from trainer.tasks.images.pipeline import read_pipeline
@@ -326,7 +326,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1)
+    [batch, *_] = iterate_evaluation_images(prepared.data.evaluation, batch_size=1, rank=0, world_size=1)
     loss = NoiseLoss(Objective(pipeline, ImageSection()), torch.float32, 1.0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch, torch.device("cpu"))

@@ -41,9 +41,9 @@ def refused(folder: Path) -> str:
         ),
         (
             {"file_name": "000.png", "text": ["x", "y"]},
-            "metadata.jsonl, record 1: must have file_name and, as text, one",
+            "metadata.jsonl, record 1: needs file_name, and a text in one",
         ),
-        ({"text": "x"}, "metadata.jsonl, record 1: must have file_name"),
+        ({"text": "x"}, "metadata.jsonl, record 1: needs file_name"),
     ],
 )
 def test_a_record_of_metadata_must_fit_its_picture(tmp_path: Path, record: dict[str, object], line: str) -> None:
@@ -139,7 +139,7 @@ def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) 
     (folder / "metadata.csv").write_text('file_name,text\n001.png,"a fox, red"\n')
     assert [picture.caption for picture in read(folder)][1] == "a fox, red"
     (folder / "metadata.csv").write_text("file,text\n001.png,x\n")
-    assert "metadata.csv, record 1: must have file_name" in refused(folder)
+    assert "metadata.csv, record 1: needs file_name" in refused(folder)
 
 
 @pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 read up to 256")])
@@ -218,7 +218,7 @@ def lose_a_tensor(folder: Path) -> str:
 @pytest.mark.parametrize("part", ["vae", "text_encoder_2", "tokenizer", "scheduler"])
 def test_a_part_that_a_pipeline_lacks_is_named(copied: Path, part: str) -> None:
     shutil.rmtree(copied / part)
-    with pytest.raises(UserError, match=f"sdxl: {part}, which model_index.json names, is missing; copy"):
+    with pytest.raises(UserError, match=f"sdxl: {part} is listed in model_index.json, but missing; copy"):
         pipeline_of(copied)
 
 
@@ -243,11 +243,11 @@ def test_weights_that_a_pipeline_lacks_are_named(copied: Path) -> None:
             elif part == "vae":
                 load_vae(pipeline, torch.device("cpu"))
             else:
-                pipeline.encoder(None)
+                pipeline.load_encoder(None)
 
 
 def test_settings_of_a_scheduler_that_mean_nothing_are_one_line(copied: Path) -> None:
     file = copied / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_schedule": "steep"}))
     with pytest.raises(UserError, match=r"its scheduler cannot be read \(steep is not implemented"):
-        pipeline_of(copied).training_scheduler(ImageSection())
+        pipeline_of(copied).build_training_scheduler(ImageSection())

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import SIZES, build_size_conditions, image_evaluation, seeded_generator
+from trainer.tasks.images.batches import SIZES, build_size_conditions, iterate_evaluation_images, seeded_generator
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pipeline import read_pipeline
 from trainer.tasks.images.sizes import fit_to_bucket
@@ -52,7 +52,7 @@ def test_size_and_crop_are_those_of_sdxls_own_pipeline(tmp_path: Path) -> None:
         given = ((picture.height, picture.width), (top, left), (seen.height, seen.width))
         expected += pipeline._get_add_time_ids(*given, torch.float32, width_of_text)
         assert torch.equal(build_size_conditions(entry), expected[-1])
-    [batch, *_] = image_evaluation(samples, batch_size=8, rank=0, world_size=1)
+    [batch, *_] = iterate_evaluation_images(samples, batch_size=8, rank=0, world_size=1)
     found = torch.cat([group.conditions[SIZES] for group in batch.groups])
     assert torch.equal(found.unique(dim=0), torch.stack(expected).unique(dim=0))
 
@@ -86,7 +86,7 @@ def test_uniform_times_are_drawn_as_diffusers_draws_them(
 def levels(objective: Objective, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Share of noise in the input of the model, and the time steps that it is given."""
     count = len(times)
-    noised = objective.noised(torch.zeros(count, 1, 1, 1), torch.ones(count, 1, 1, 1), times)
+    noised = objective.add_noise(torch.zeros(count, 1, 1, 1), torch.ones(count, 1, 1, 1), times)
     return noised.noisy.flatten(), noised.times
 
 

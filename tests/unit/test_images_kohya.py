@@ -110,7 +110,7 @@ def _flux(pipeline: Pipeline) -> Any:
     """diffusers' pipeline around a transformer of these shapes, without text encoders."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-    transformer = pipeline.empty_denoiser()
+    transformer = pipeline.build_empty_denoiser()
     values = np.random.default_rng(0).uniform(-0.02, 0.02, 2**20 + 7).astype(np.float32)
     own = {
         name: torch.from_numpy(np.resize(values, tuple(each.shape))) for name, each in transformer.named_parameters()

@@ -114,7 +114,7 @@ def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path,
     assert found.folder is not None and found.family.name == family
     (kept,) = (load_file(each) for each in (found.folder / "transformer").glob("*.safetensors"))
     assert all(torch.equal(kept[name], tensor.half()) for name, tensor in weights.items()), "in the dtype of the file"
-    build_sampling_pipeline(found.empty_denoiser(), found, torch.device("cpu"))
+    build_sampling_pipeline(found.build_empty_denoiser(), found, torch.device("cpu"))
 
 
 def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_pa
     with pytest.raises(UserError, match=r"sd\.safetensors: has weights without settings.*model\.pipeline"):
         read_pipeline(str(file), ModelSection())
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:200])
-    with pytest.raises(UserError, match="cut short"):
+    with pytest.raises(UserError, match="truncated"):
         read_pipeline(str(tmp_path / "cut.safetensors"), ModelSection())
 
 

@@ -152,7 +152,7 @@ def test_axolotls_context_parallelism_is_imported(key: str) -> None:
     config, text = imported(f"{without_noise}{key}: 4\n")
     assert config.parallel.sequence == 4 and f"sequence: 4  # line 40, {key}" in re.sub(" +#", "  #", text)
     assert "parallel:" not in imported(f"{without_noise}{key}: 1\n")[1]
-    assert "not with parallel.sequence=4" in refused(f"{AXOLOTL}{key}: 4\n"), "with noise on the embeddings"
+    assert "not supported with parallel.sequence=4" in refused(f"{AXOLOTL}{key}: 4\n"), "with noise on the embeddings"
 
 
 def test_patterns_of_layers_are_taken_over(folder: Path) -> None:

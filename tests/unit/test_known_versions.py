@@ -50,7 +50,7 @@ def test_other_versions_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line is not None and "\n" not in line
     assert line == (
         "not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0); peft 0.21.3 (tested: 0.21.2); "
-        "constraints.txt has tested versions"
+        "install the versions in constraints.txt"
     )
     reported = [check for check in check_packages() if check.name == "known versions"]
     assert [check.state for check in reported] == ["WARN", "WARN"]
@@ -63,7 +63,7 @@ def _others(*but: str) -> dict[str, str]:
     return {name.replace("-", "_"): tested[-1] for name, tested in KNOWN.items() if name not in but}
 
 
-@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report it")])
+@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report this")])
 def test_a_missing_private_name_is_one_line_with_library_and_version(
     version: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Training on labelled answers (KTO) agrees with plain PEFT and the paper's formula; mistakes have one line."""
+"""Training on labeled answers (KTO) agrees with plain PEFT and the paper's formula; mistakes have one line."""
 
 import json
 from pathlib import Path
@@ -137,7 +137,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_labelled_answers_is_read(ground: Path, form: str) -> None:
+def test_every_form_of_labeled_answers_is_read(ground: Path, form: str) -> None:
     """Each answer also stands after the prompt of the next record."""
     record = FORMS[form]
     text = json.dumps(record).replace("cat red", "blue dog").replace("true", "false")
@@ -147,7 +147,7 @@ def test_every_form_of_labelled_answers_is_read(ground: Path, form: str) -> None
     ]
 
 
-def test_pairs_give_two_labelled_answers(ground: Path) -> None:
+def test_pairs_give_two_labeled_answers(ground: Path) -> None:
     pairs = [json.loads(line) for line in write_pairs(ground / "pairs.jsonl", 3).read_text().splitlines()]
     rows = rows_of(ground, *pairs, dataset__format="unpaired")
     assert [(text, good) for text, _, good in rows] == [
@@ -160,9 +160,9 @@ def test_skipped_records_keep_answers_mismatched(ground: Path) -> None:
     assert [row[:2] for row in rows] == [("cat red" + END, "blue the" + END), ("blue the" + END, "cat red" + END)]
 
 
-def test_labelled_answers_are_no_language_data(ground: Path) -> None:
+def test_labeled_answers_are_no_language_data(ground: Path) -> None:
     config = load_config(ground / "base.yaml", [f"dataset.path={write(ground, GOOD, BAD)}"]).config
-    with pytest.raises(UserError, match="task=auto: dataset has answers labelled true or false"):
+    with pytest.raises(UserError, match="task=auto: dataset has answers labeled true or false"):
         prepare(config)
 
 
@@ -193,10 +193,10 @@ def test_bad_turns_are_named(ground: Path) -> None:
     [
         ((GOOD, GOOD), {}, "preference.loss=kto: all 2 labels of dataset are true"),
         ((BAD,), {}, "preference.loss=kto: all 1 labels of dataset are false"),
-        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset are labelled answers"),
+        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset are labeled answers"),
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
-        ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
-        ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto compares with a reference"),
+        ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: all answers would have the same reward"),
+        ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto needs a reference"),
         ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: applies to pairs"),
         ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: applies to pairs"),
         ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labeled answers cannot be streamed"),

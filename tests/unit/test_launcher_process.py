@@ -136,10 +136,10 @@ def test_a_killed_launchers_child_launcher_ends_its_ranks() -> None:
 
 
 def test_ranks_know_only_torchrun_and_deepspeed_by_their_variables() -> None:
-    assert LauncherWatch({"RANK": "0"}, is_rank=True)._above is None, "a script may have put it in the background"
+    assert LauncherWatch({"RANK": "0"}, is_rank=True)._starter is None, "a script may have put it in the background"
     for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
-        assert LauncherWatch({name: "0"}, is_rank=True)._above == ProcessMark.read(os.getppid())
-        assert LauncherWatch({name: "0"}, is_rank=False)._above is None
+        assert LauncherWatch({name: "0"}, is_rank=True)._starter == ProcessMark.read(os.getppid())
+        assert LauncherWatch({name: "0"}, is_rank=False)._starter is None
 
 
 def test_a_launcher_that_is_killed_takes_everything_along(tmp_path: Path) -> None:

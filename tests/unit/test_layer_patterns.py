@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.families import tiny_family
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory.model_widths import read_shapes
@@ -132,7 +132,7 @@ def test_ranks_and_scales_of_their_own_train_as_in_peft(settings: dict[str, Any]
         merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
         with torch.no_grad():
             expected = again(tokens).logits
-            for model in (load_trained(run, saved_tokenizer(run), CPU), merged):
+            for model in (load_trained(run, load_saved_tokenizer(run), CPU), merged):
                 torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
@@ -168,5 +168,5 @@ def test_biases_of_an_adapter_that_cannot_be_merged_are_told_at_the_start(biased
         run, tokens = find_run(tmp_path / "run"), torch.arange(5, 25)[None]
         merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
         with torch.no_grad():
-            expected = load_trained(run, saved_tokenizer(run), CPU)(tokens).logits
+            expected = load_trained(run, load_saved_tokenizer(run), CPU)(tokens).logits
             torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)

@@ -172,7 +172,7 @@ def test_every_rank_computes_as_many_batches_and_all_are_computed(batches: int, 
 
 
 BAD_TASKS = {
-    "gone.yaml": "--tasks=gone.yaml: no such file; use a YAML file or the name of a task",
+    "gone.yaml": "--tasks=gone.yaml: no such file; use an existing YAML file or the name of a task",
     "broken.yaml": "--tasks=broken.yaml: lm-eval cannot load it (",
     "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (FileNotFoundError: ",
 }

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from launcher.supervision.restarts import Ending, Restarts
 from tests.tiny import write_chats
-from trainer.commands.estimate import main, parse_memory, report
+from trainer.commands.estimate import build_report, main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
@@ -90,7 +90,7 @@ def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunCo
 
 def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner, config: RunConfig) -> None:
     memory = planner.estimate(config).needed  # fits without the reserve that is kept for larger batches
-    found, _ = report(planner, config, memory, [])
+    found, _ = build_report(planner, config, memory, [])
     assert planner.find_largest_batch(config, memory) < config.training.batch_size
     assert found["fits"] and found["largest_batch_size"] == config.training.batch_size
     if found["recommended"]["zero.stage"] == config.zero.stage:

@@ -232,7 +232,7 @@ def test_a_full_disk_ends_tensorboard_and_no_training(tmp_path: Path) -> None:
     writer.log(3, {"train/loss": 3.0})
     writer.log(4, {"train/loss": 4.0})
     writer.close()
-    assert "tensorboard: stopped logging: OSError" in shown.getvalue()
+    assert "tensorboard: logging stopped: OSError" in shown.getvalue()
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 

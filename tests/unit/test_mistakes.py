@@ -14,16 +14,22 @@ from trainer.config.scu_flags import build_settings, load_flags, parse
 GOOD: dict[str, Any] = {"base_model": "some/model", "output_dir": "runs/x", "dataset.path": "data.jsonl"}
 # Combinations that cannot work: their settings, and the beginning of the line.
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"dataset.batching": "tokens", "dataset.packing": True}, "dataset.batching=tokens: packing leaves nothing to pad"),
-    ({"training.torch_compile": True, "zero.stage": 3}, "training.torch_compile=true: stage 3's gathers break"),
+    (
+        {"dataset.batching": "tokens", "dataset.packing": True},
+        "dataset.batching=tokens: packed sequences have no padding to avoid",
+    ),
+    (
+        {"training.torch_compile": True, "zero.stage": 3},
+        "training.torch_compile=true: the gathers of zero.stage=3 break",
+    ),
     (
         {"scu.enabled": True, "scu.lambda_min": 5, "scu.lambda_max": 2},
         "scu.lambda_min=5.0: must be below scu.lambda_max",
     ),
-    ({"training.warmup_steps": 20, "training.max_steps": 10}, "training.warmup_steps=20: must be less than"),
+    ({"training.warmup_steps": 20, "training.max_steps": 10}, "training.warmup_steps=20: must be below"),
     ({"training.elastic": True, "training.max_restarts": 0}, "training.elastic=true: needs restarts"),
     ({"training.lr_scheduler": "linear", "training.min_lr_ratio": 0.1}, "training.min_lr_ratio=0.1: has no effect"),
-    ({"lora.init": "loftq", "adapter": "lora"}, "lora.init=loftq: prepares an adapter for a 4-bit base"),
+    ({"lora.init": "loftq", "adapter": "lora"}, "lora.init=loftq: needs a 4-bit base"),
     ({"logging.report_to": ["none", "wandb"]}, "logging.report_to=[none, wandb]: none cannot be combined"),
 ]
 
@@ -78,7 +84,7 @@ MAPS = ("zero.extra", "dataset.chat_template_kwargs", "dataset.evaluation", "ima
         ({"adapter": "lora", "lora.init": "loftq"}, "adapter=5", "lora.init=loftq"),
         ({"zero.gather": "layer"}, "zero=5", "zero.gather=layer"),
         ({"training.offload_activations": True}, "training.gradient_checkpointing=5", "training.offload_activations"),
-        ({"training.early_stopping": 3}, "dataset.val_split=abc", "training.early_stopping=3: nothing is held out"),
+        ({"training.early_stopping": 3}, "dataset.val_split=abc", "training.early_stopping=3: no data is held out"),
     ],
 )
 def test_a_mistake_that_depends_on_a_wrong_setting_waits_for_it(

@@ -155,7 +155,7 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         (f"do not fit config.json (first: {GATE_UP} has shape (3, 64, 192), config.json says (4, 64, 192))",),
     ),
     "not announced": (not_announced, ("is stored in MXFP4, but config.json does not say so", "same model")),
-    "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor is stored in it", "remove")),
+    "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor", "remove")),
     "8-bit floats": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e4m3fn)})),
         (f"{QUERY} is stored in 8 bits or less (F8_E4M3), unlike others", "full-precision"),

@@ -52,10 +52,10 @@ def test_a_run_is_uploaded_and_continued_on_another_machine(
         "checkpoint-4",
     }
     assert {"adapter_model.safetensors", "run.json", "metrics.jsonl", "report.html"} <= stored
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="contains another run"):
         train(ground, output_dir=URL)
     move_to_another_machine(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match="holds another run"):  # which only the store has
+    with pytest.raises(UserError, match="contains another run"):  # which only the store has
         train(ground, output_dir=URL)
     shown = train(ground, output_dir=URL, training__max_steps=6, training__resume_from_checkpoint="latest")
     assert "resumed from" in shown and "at step 4" in shown
@@ -143,7 +143,7 @@ def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFile
             r"dataset.path=nope://bucket/a.jsonl: cannot be used \(ValueError: .*; use one of",
         ),
         ("dataset.path=abfs://bucket/a.jsonl", "needs adlfs, which is not installed; pip install adlfs"),
-        ("output_dir=https://example.com/run", "is a URL; use a folder, or a place on an object store"),
+        ("output_dir=https://example.com/run", "is not the URL of an object store; use a folder"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_named(

@@ -89,7 +89,7 @@ def test_init_writes_its_own_file_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "empty").mkdir()
-    assert "--model empty: the folder has no config.json; use the folder of a" in refuse("init", "--model", "empty")
+    assert "--model empty: has no config.json; use the folder of a" in refuse("init", "--model", "empty")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -313,7 +313,7 @@ def test_labels_that_are_numbers_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}\n' * 2)
     words = [f"dataset.path={ground / 'kto.jsonl'}", "task=preference", "preference.loss=kto"]
-    with pytest.raises(UserError, match="2 of 2 records of dataset are not answers labelled true or false"):
+    with pytest.raises(UserError, match="2 of 2 records of dataset are not answers labeled true or false"):
         prepare(load_config(ground / "base.yaml", words).config)
 
 
@@ -337,12 +337,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["training.eval_steps=0.5"], r"training.eval_steps=0.5: nothing is held out"),
+        (["training.eval_steps=0.5"], r"training.eval_steps=0.5: no data is held out"),
         (["training.eval_steps=1.5"], r"eval_steps=1.5: must be a whole number, or below 1 as a fraction of the run"),
         (["dataset.val_split=true"], r"must be a number \(.*: a fraction up to 0.5, or a number \(1 or more\)\)"),
         (
             ["dataset.roles={user: [x], assistant: [x, y]}"],
-            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; keep one of them",
+            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; list it once",
         ),
     ],
 )
@@ -399,7 +399,7 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     ):
         prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
     file = ground / "train.jsonl"
-    with pytest.raises(UserError, match=r"cannot be written there \(File exists\); use a folder, not a file$"):
+    with pytest.raises(UserError, match=r"cannot be written \(File exists\); use a folder, not a file$"):
         prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
 
 
@@ -520,7 +520,7 @@ def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest
 def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "adapter_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_config.json, since the run did not finish, or it was"):
+    with pytest.raises(UserError, match=r"has no adapter_config.json, because the run did not finish, or it was"):
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")
@@ -531,7 +531,7 @@ def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
 def test_a_file_without_prompts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.txt").write_text("\n\n")
     assert generate.main([str(make_run(tmp_path)), "--prompts", str(tmp_path / "p.txt")]) == 2
-    assert "p.txt: holds no prompt; write one on each line" in capsys.readouterr().err
+    assert "p.txt: contains no prompt; write one per line" in capsys.readouterr().err
 
 
 def test_metrics_of_one_damaged_line_are_not_called_empty(tmp_path: Path) -> None:
@@ -555,11 +555,11 @@ def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "model" / "chat_template.jinja").write_text("{{ bad")
-    with pytest.raises(UserError, match=r"^chat template {{ bad: this template cannot be used"):
+    with pytest.raises(UserError, match=r"^chat template {{ bad: cannot be rendered"):
         prepare(load_config(ground / "base.yaml").config)
     file = ground / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
-    with pytest.raises(UserError, match=r"no model can be built from config.json"):
+    with pytest.raises(UserError, match=r"config.json is unusable"):
         prepare(load_config(ground / "base.yaml").config)
 
 
@@ -585,14 +585,14 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
     ("words", "line"),
     [
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
-        (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is already used"),
+        (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is reserved or already used"),
         (["lora.null=3"], "lora.null: unknown setting"),
         (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
         (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
         (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
         (["training.num_gpus=2"], "training.num_gpus: unknown setting; `zerolora config --schema` lists all"),
         (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
-        (["zero.extra={fp16:"], "close its brackets, quote it for the shell"),
+        (["zero.extra={fp16:"], "close its brackets, quote it in the shell"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
@@ -634,7 +634,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
     [
         (
             ["dataset.chat_template={{ 1/0 }}"],
-            r"^chat template {{ 1/0 }}: this template cannot be used .* set another",
+            r"^chat template {{ 1/0 }}: cannot be rendered .* set another",
         ),
         (["dataset.chat_template={empty}"], r"empty.jinja: the file is empty; write a template into it"),
         (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
@@ -647,7 +647,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
         (
             ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
-            r"^training.decay_ratio=0.99: with training.warmup_ratio=0.5 exceeds the whole run; use fractions",
+            r"^training.decay_ratio=0.99: adds up to more than 1 with training.warmup_ratio=0.5; lower one of them",
         ),
         (
             ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
@@ -665,7 +665,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove it"),
         (
             ["lora.target_parameters=q_proj.weight"],
-            r"^lora.target_parameters=q_proj.weight: is the weight",
+            r"^lora.target_parameters=q_proj.weight: already adapted by",
         ),
         (
             ["dataset.fields={role: nope}"],
@@ -678,7 +678,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["output_dir=ftp://none.invalid/x"], r"^output_dir=ftp://none.invalid/x: cannot be used"),
         (
             ["output_dir=s3:/bucket/x"],
-            r"^output_dir=s3:/bucket/x: has one slash after s3:, and URLs have two; ",
+            r"^output_dir=s3:/bucket/x: has one slash after s3:, but URLs have two; ",
         ),
         (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has one slash after s3:"),
         (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
@@ -701,7 +701,7 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
         (
             "d.parquet",
             b"version https://git-lfs.github.com/spec/v1\n",
-            "d.parquet is a pointer of Git LFS, not the data",
+            "d.parquet is a Git LFS pointer, not the data",
         ),
         ("d.parquet", b"", "d.parquet: has no records; use another dataset"),
         (
@@ -738,7 +738,7 @@ def test_an_image_in_an_answer_is_refused(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [part]}]
     ground = make_ground(tmp_path)
     (ground / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    with pytest.raises(UserError, match="record 1, turn 2: an assistant turn has an image, and answers are text; move"):
+    with pytest.raises(UserError, match="record 1, turn 2: an assistant turn has an image, but answers are text; move"):
         prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'd.jsonl'}"]).config)
 
 
@@ -749,7 +749,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
     ("text", "line"),
     [
         ("output_dir: [a]\n", "output_dir=[a]: must be text, not a list"),
-        ("streaming: true\n", "streaming=true: the length of a stream is unknown"),
+        ("streaming: true\n", "streaming=true: the length of a streamed dataset is unknown"),
         ("pretraining_dataset: [{path: d, type: completion}]\n", "pretraining_dataset: the length of a stream is"),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is also set; remove one"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, find_obstacle
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, find_output_problem
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
@@ -197,7 +197,7 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
     """A run stopped before its first checkpoint cannot be resumed."""
     run = a_run(place / "out")
     line = refusal(config())
-    assert "holds another run, without a complete checkpoint to resume from" in line
+    assert "contains another run, without a complete checkpoint to resume from" in line
     assert "output.overwrite: true to move it aside" in line and "latest" not in line
     (run / "checkpoint-5").mkdir()
     (run / "checkpoint-5" / "COMPLETE").touch()
@@ -208,7 +208,7 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
         check_output_folder(config(**changes))
-        assert find_obstacle(config(**changes)) is None
+        assert find_output_problem(config(**changes)) is None
 
 
 def test_copied_checkpoints_can_be_resumed(place: Path) -> None:

@@ -189,9 +189,9 @@ def test_eval_measures_pairs(ground: Path, name: str, capsys: pytest.CaptureFixt
         assert (found["base"]["accuracy"], found["base"]["margin"]) == (0.5, 0.0)
 
 
-def test_eval_measures_labelled_answers(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_measures_labeled_answers(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The held-out loss of training, and margins from the baseline of a batch, with the sign of the label."""
-    folder, result = ground / "labelled", ground / "labelled.json"
+    folder, result = ground / "labeled", ground / "labeled.json"
     write_answers(ground / "answers.jsonl", 12)
     train(
         ground, **STEPS, preference__loss="kto", output_dir=str(folder), training__eval_batch_size=4,
@@ -340,12 +340,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another prompt": (
         {"prompt": "dog", "chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b")]},
-        "record 2: prompt differs from that of chosen and rejected",
+        "record 2: prompt differs from the prompt in chosen and rejected",
     ),
     "another prompt in turns": (
         {"prompt": [said("user", "dog")], "chosen": [ASK, said("assistant", "a")],
          "rejected": [ASK, said("assistant", "b")]},
-        "record 2: prompt differs from that of chosen and rejected",
+        "record 2: prompt differs from the prompt in chosen and rejected",
     ),
     "other words": (
         {"chosen": "red cat", "rejected": "blue dog"}, "record 2: chosen and rejected have no common prompt",
@@ -379,20 +379,23 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
     [
         ({"task": "language"}, "task=language: dataset has pairs of a chosen and a rejected answer"),
         ({"task": "auto", "preference__beta": 0.2}, "preference.beta=0.2: has no effect, because task is auto"),
-        ({"preference__loss": "simpo", "preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
-        ({"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
+        (
+            {"preference__loss": "simpo", "preference__beta": 0},
+            "preference.beta=0: all answers would have the same reward",
+        ),
+        ({"preference__beta": 0}, "preference.beta=0: all answers would have the same reward"),
         (
             {"preference__loss": "exo_pair"},
             "preference.loss={exo_pair: 1.0}: exo_pair needs preference.label_smoothing",
         ),
-        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),
-        ({"adapter": "none"}, "adapter=none: the reference is the model without its adapter"),
+        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs only train their answers"),
+        ({"adapter": "none"}, "adapter=none: the loss needs a reference, which is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
         (
             {"lora__adapter_path": "/nowhere"},
             "lora.adapter_path=/nowhere: is also the reference, which must be computed before",
         ),
-        ({"scu__enabled": True}, "scu.measure=delta: compares with a loss per token, not per pair"),
+        ({"scu__enabled": True}, "scu.measure=delta: needs a loss per token, but preferences have a loss per pair"),
         ({"preference__loss": "dpoo"}, "preference.loss"),
     ],
 )

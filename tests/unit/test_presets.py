@@ -107,7 +107,7 @@ def test_the_data_is_not_replaced_even_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     refused = init("--model", "m", "--data", "a.jsonl", "--output", "./a.jsonl", "--force", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr == (
-        "error: --output a.jsonl: was not written by zerolora; use another file, or remove it\n"
+        "error: --output a.jsonl: was not written by zerolora; use another file, or remove this one\n"
     )
     assert (tmp_path / "a.jsonl").read_text() == '{"text": "a"}'
 

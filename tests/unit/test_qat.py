@@ -16,7 +16,7 @@ from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -265,7 +265,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
         ["lm_head"],
     )
     run = find_run(folder)
-    trained = load_trained(run, saved_tokenizer(run), CPU)
+    trained = load_trained(run, load_saved_tokenizer(run), CPU)
     served = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")
     ids = torch.arange(3, 51).view(2, 24)
     with torch.no_grad():

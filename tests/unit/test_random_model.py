@@ -100,7 +100,7 @@ def test_the_tokenizer_takes_any_text_and_chats() -> None:
         ("random:llama9", "unknown shape; use one of tiny, smollm2-135m"),
         ("random:", "unknown shape"),
         ("random:tiny,layers", "'layers' is not key=value"),
-        ("random:tiny,layers=3", "layers is not a setting of a llama configuration"),
+        ("random:tiny,layers=3", "layers is not a setting of llama configurations"),
     ],
 )
 def test_a_mistake_is_one_line(name: str, problem: str) -> None:

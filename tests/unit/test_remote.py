@@ -180,7 +180,7 @@ def test_a_launcher_that_outlives_its_ranks_is_ended(
     monkeypatch.setattr(observer, "LAUNCHER_EXIT_S", 1.5)
     for rank, beat in beats(r0=0, r1=code).items():
         if rank < 2:
-            (tmp_path / f"line-{rank}").write_bytes(beat.line())
+            (tmp_path / f"line-{rank}").write_bytes(beat.encode())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     if signalled:
@@ -197,7 +197,7 @@ def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
 ) -> None:
     """pdsh passes no signal on: without a heartbeat the ranks would never stop."""
     monkeypatch.setattr(remote, "run_on", lambda host, command: subprocess.run(["sh", "-c", command]))
-    (tmp_path / "line").write_bytes(beats()[0].line().replace(b'"pid": 1,', b'"pid": PID,'))
+    (tmp_path / "line").write_bytes(beats()[0].encode().replace(b'"pid": 1,', b'"pid": PID,'))
     known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'
     script = f"trap 'exit 130' USR1; cd {tmp_path}; {known}; while :; do sleep 0.1; done"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, reach=SshReach({"n1": [0]}))
@@ -213,10 +213,10 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
     """In NCCL it hears of no signal; the other's heartbeat says that it has ended by one."""
     monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.5)
     monkeypatch.setattr(supervisor, "END_PATIENCE_S", 1.0)
-    ended = beats(r0=75)[0].line()
+    ended = beats(r0=75)[0].encode()
     monkeypatch.setattr(remote, "run_on", lambda host, command: (tmp_path / "heartbeat-0.json").write_bytes(ended))
     for rank in (0, 1):
-        (tmp_path / f"line-{rank}").write_bytes(beats()[rank].line())
+        (tmp_path / f"line-{rank}").write_bytes(beats()[rank].encode())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({"n1": [0, 1]}))
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()

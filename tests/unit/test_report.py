@@ -17,7 +17,7 @@ from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import build_charts, render_chart
 from trainer.monitor.report.curves import extract_series, running_mean
-from trainer.monitor.report.model_card import model_card
+from trainer.monitor.report.model_card import build_model_card
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
@@ -243,13 +243,13 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
         assert said.count("\n") == 1 and not output.exists()
         return said
 
-    assert "the same run is listed twice" in line(runs[0], runs[0], "--output", str(output))
+    assert "a run is listed twice" in line(runs[0], runs[0], "--output", str(output))
     assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
     assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
     data = tmp_path / "train.jsonl"
     data.write_text('{"text": "a"}')
-    assert "train.jsonl: exists with other content; use a new file" in line(*runs, "--output", str(data))
+    assert "train.jsonl: already exists with other content; use another file" in line(*runs, "--output", str(data))
     assert data.read_text() == '{"text": "a"}'
     (tmp_path / "deep" / "one").mkdir(parents=True)
     (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
@@ -444,7 +444,7 @@ def test_preference_runs_have_charts_of_margins_and_accuracies(tmp_path: Path) -
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
     assert found["Loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
-    assert build_charts(records)[0].unit == "per answer", "of labelled answers"
+    assert build_charts(records)[0].unit == "per answer", "of labeled answers"
 
 
 def test_scores_are_drawn_on_the_page_and_in_the_card(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_scores_are_drawn_on_the_page_and_in_the_card(tmp_path: Path) -> None:
     assert page.index("quiz/acc") < page.index("Learning rate"), "before the charts of details"
     assert rows_of(page)["quiz/acc"] == "before 0.2500, after 0.7500"
     settings = json.loads((tmp_path / "training_config.json").read_text())
-    card = model_card(
+    card = build_model_card(
         settings, tmp_path, records, name="me/mine", auto_class="AutoModelForCausalLM", pipeline_tag="text-generation"
     )
     bars = card[card.index("```text") :].splitlines()

@@ -16,7 +16,7 @@ from trainer.monitor.report.curves import Series
 def test_a_band_that_powers_of_ten_do_not_reach_is_drawn_as_far_as_they_do(band: tuple[float, float]) -> None:
     line = Series(np.arange(5.0), np.array([1e-3, 1e-2, 1e-1, 1.0, 10.0]))
     chart = Chart("S", "%", (Curve(line, "line", "blue", ""),), low=0.0, band=band)
-    assert chart.logarithmic
+    assert chart.is_logarithmic
     [(y, height)] = re.findall(r'class="band"[^>]* y="([\d.-]+)" height="([\d.-]+)"', render_chart(chart))
     assert 0.0 <= float(y) <= SIDE and 0.0 <= float(height) <= SIDE - float(y)
 

@@ -59,7 +59,7 @@ def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -
     return [line.removeprefix("error: ") for line in lines]
 
 
-ALLOW = "set it back, or allow the change with training.resume_changes: [{}]"
+ALLOW = "restore it, or allow the change with training.resume_changes: [{}]"
 NEW_RUN = "its optimizer state fits nothing else; set it back, or start a new run with lora.adapter_path: "
 CHANGES = [
     ("lora.alpha=16", "lora.alpha=16.0: checkpoint-4 was trained with 8.0", ALLOW.format("adapter")),
@@ -99,7 +99,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
         "seed=7",
         f"base_model={ground}/other",
         f"dataset.path={ground}/other.jsonl",
-        "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples a step",
+        "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples per step",
     ]
     assert "its weights differ from" in lines[1] and "[base_model]" in lines[1]
     assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
@@ -146,7 +146,7 @@ def test_a_global_batch_is_the_same_before_the_ranks_divide_it(
     assert "changed since checkpoint-4: training.max_steps 4 -> 9\n" in capsys.readouterr().out
     assert prepare([*goes_on, "training.global_batch_size=2", "--world-size=2"]) == 2
     trained_with = 8 if size == 8 else 1
-    expected = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
+    expected = f"= 2 samples per step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
     assert expected in capsys.readouterr().err
 
 
@@ -248,7 +248,9 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
     reseal(run_dir / "checkpoint-2", "state.json")
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2"), "training__max_steps": 3}
     shown = train(ground, **settings, **again)
-    assert "note: the best checkpoint so far (step 1) is missing; the search for the best starts over" in shown
+    assert (
+        "note: the best checkpoint so far (step 1) is missing; the search for the best checkpoint starts over" in shown
+    )
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
 
 

@@ -306,7 +306,7 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
         "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer",
-        "answers": "task=reward: 4 records of dataset are labelled answers, not pairs",
+        "answers": "task=reward: 4 records of dataset are labeled answers, not pairs",
         "margins": "record 1: margin=0.5: must be a number of at most 1,000,000; fix it, or remove the field",
         "huge": "record 1: margin=1e+300: must be a number of at most 1,000,000; fix it, or remove the field",
     }.items():
@@ -340,7 +340,7 @@ def test_commands_that_write_text_refuse(
     for main, arguments in commands:
         assert main([str(finished), *arguments]) == 2
         shown = capsys.readouterr().err.strip()
-        assert f"{finished}: the adapter belongs to a reward model, and " in shown
+        assert f"{finished}: is an adapter of a reward model; " in shown
         assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0

@@ -17,7 +17,7 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_experts import base_of
 from tests.unit.test_experts_exported import make_run as make_trained
 from tests.unit.test_gguf import make_saved
-from trainer.checkpoint.finished_run import attach_adapter, find_run, load_full_base, saved_tokenizer
+from trainer.checkpoint.finished_run import attach_adapter, find_run, load_full_base, load_saved_tokenizer
 from trainer.commands.export.__main__ import export, main
 from trainer.config import RunConfig, UserError
 from trainer.model.base import match_vocabulary
@@ -40,7 +40,7 @@ def name_of(form: str) -> str:
 def assert_served(run: Path, server: str, folder: Path) -> None:
     """Check that the server computes the trained model's logits, and not the base's."""
     found = find_run(run)
-    tokenizer = saved_tokenizer(found)
+    tokenizer = load_saved_tokenizer(found)
     tokens = torch.arange(3, 40)[None]
 
     def logits(model: Any) -> torch.Tensor:

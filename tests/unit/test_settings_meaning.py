@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "dataset.shuffle=off": ("write false",),
     "dataset.packing=1": ("dataset.packing=1: must be true or false; write true",),
     "zero={stage: 3": ("zero={stage: 3: not valid YAML",),
-    "dataset.fields={prompt: a #b}": ("not valid YAML", "in quotes"),
+    "dataset.fields={prompt: a #b}": ("not valid YAML", "quote # and :"),
     ".training.epochs=3": (".training.epochs has an extra dot; write training.epochs=...",),
     "training..epochs=3": ("write training.epochs=",),
     "--training.epochs=3": ("write training.epochs=3",),
@@ -194,13 +194,15 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "tokenizer_type=AutoTokenizer": ("remove it",),
     "dataset.fields={prompt:ticket}": ("needs a space after the colon; write {prompt: ticket}",),
     "dataset.roles={user:me}": ("needs a space after the colon; write {user: me}",),
-    "val_set_size=200.5": ("val_set_size=200.5: must be 0.5 or less, a fraction", "whole number"),
+    "val_set_size=200.5": ("val_set_size=200.5: must be a fraction of the records up to 0.5", "whole number"),
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none cannot be combined",),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
     "training.global_batch_size=auto ; gradient_accumulation_steps=4": (
-        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",
+        "gradient_accumulation_steps=4: training.global_batch_size=auto already determines it; remove one",
     ),
-    "training.global_batch_size=32 ; gradient_accumulation_steps=3": ("training.global_batch_size=32 decides it",),
+    "training.global_batch_size=32 ; gradient_accumulation_steps=3": (
+        "training.global_batch_size=32 already determines it",
+    ),
     "training.global_batch_size=0": ("training.global_batch_size=0: must be 1 or more",),
     # DeepSpeed's own keys
     "zero.extra={zero_optimization: {stage: 3}}": (
@@ -244,10 +246,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.reduce_bucket_size=1e15": ("zero.reduce_bucket_size=1000000000000000.0: must be 100000000000 or less",),
     "dataset.max_length=100000000": ("dataset.max_length=100000000: must be 16777216 or less",),
     "output_dir=a\x1b[31mb": ("output_dir=", "has a control character ('\\x1b')"),
-    f"output_dir={'x' * 300}": ("a name of 300 bytes; file systems allow 255",),
+    f"output_dir={'x' * 300}": ("has a name of 300 bytes, but file systems allow 255",),
     f"dataset.path=a/{'é' * 200}.jsonl": ("a name of 406 bytes",),
     f"base_model={'m' * 5000}": ("a name of 5000 bytes",),
-    f"output_dir={'a/' * 3000}": ("a path of 6000 bytes; file systems allow 4095",),
+    f"output_dir={'a/' * 3000}": ("has 6000 bytes, but file systems allow 4095",),
     # what looks like a number or text and is none
     "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, such as 1000 or 1e3",),
     "adapter=[\x1b": ("adapter=[: not valid YAML",),
@@ -318,17 +320,17 @@ def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
         "dataset.formatt: unknown setting; did you mean dataset.format? (c.yaml:3)",
         "r: duplicate (line 6, first in line 5); keep one",
         "training.epochs=many: must be a number, such as 0.0001 or 1e-4 (c.yaml:8)",
-        "training.early_stopping=2: nothing is held out; set dataset.val_split or dataset.evaluation, and "
-        "training.eval_steps (c.yaml:9)",
+        "training.early_stopping=2: no data is held out for evaluation; set dataset.val_split or dataset.evaluation, "
+        "and training.eval_steps (c.yaml:9)",
         "lora.alpha: also given as lora_alpha, which is the same setting; keep one (c.yaml:11)",
-        "deepspeed=z.json: not a setting here; zerolora writes DeepSpeed's configuration; use the `zero` "
-        "settings, or `zero.extra` for other keys (c.yaml:12)",
-        "zero.offload_optimizer=true: not possible at stage 0; use zero.stage: 1, 2 or 3 (c.yaml:15)",
+        "deepspeed=z.json: not a setting here; use the `zero` settings, or `zero.extra` for other keys of "
+        "DeepSpeed's configuration (c.yaml:12)",
+        "zero.offload_optimizer=true: not possible at zero.stage=0; use zero.stage: 1, 2 or 3 (c.yaml:15)",
         "zero.extra.amp={}: has a setting here; use training.precision instead (c.yaml:16)",
         "zero.extra.optimizer={}: has a setting here; use training.optimizer instead (c.yaml:16)",
         "lora.dropout: not an override; write key=value, such as training.learning_rate=1e-4",
         "seed=-1: must be 0 or more (command line)",
-        "training.warmup_steps=9: must be less than training.max_steps=3, or the learning rate never reaches its peak "
+        "training.warmup_steps=9: must be below training.max_steps=3, so that the learning rate reaches its peak "
         "(command line)",
     ]
 
@@ -354,7 +356,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "binary": (b"\x00\x01\x02safetensors", ("line 1: character '\\x00' is not allowed", "is a YAML file")),
     "huge": (b"# " + b"x" * 9_000_000, ("is larger than 8,388,608 bytes",)),
     "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
-    "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
+    "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one configuration per file")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
                         ("dataset=identity: must be a section", "`path:` below it (c.yaml:3)")),
     "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),

@@ -197,12 +197,12 @@ def test_auto_shares_prompts_where_it_saves_a_tenth(ground: Path) -> None:
 )
 def test_settings_that_prevent_it_are_named(ground: Path, setting: str, value: str) -> None:
     given = ["task=preference", "preference.share_prompt=true", f"{setting}={value}"]
-    with pytest.raises(UserError, match=f"{setting}={value}: not with preference.share_prompt"):
+    with pytest.raises(UserError, match=f"{setting}={value}: not supported with preference.share_prompt"):
         load_config(ground / "base.yaml", given)
 
 
 @pytest.mark.parametrize("asked", ["true", "auto"])
-def test_labelled_answers_share_nothing(ground: Path, asked: str) -> None:
+def test_labeled_answers_share_nothing(ground: Path, asked: str) -> None:
     given = [
         "task=preference",
         "preference.loss=kto",
@@ -212,8 +212,8 @@ def test_labelled_answers_share_nothing(ground: Path, asked: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config(ground / "base.yaml", given)
     assert str(refused.value) == (
-        f"preference.share_prompt={asked}: kto learns from single answers, and only the answers of a pair share their "
-        "prompt; set it to false (command line)"
+        f"preference.share_prompt={asked}: kto learns from single answers, which share no prompt; "
+        "set it to false (command line)"
     )
 
 

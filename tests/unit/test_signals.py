@@ -13,7 +13,7 @@ PROGRAM = """
 import os, signal, sys
 from trainer.parallel.ranks.signals import StopRequest
 stop = StopRequest()
-stop.note_end = lambda code: print("ends with", code, flush=True)
+stop.write_exit_code = lambda code: print("ends with", code, flush=True)
 for word in sys.argv[1:]:
     if word == "train":
         stop.training = True

@@ -27,7 +27,7 @@ def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
         counted = spikes.after_step(FinishedStep(step, loss, 3.25, seconds=1.0, is_logged=False))
     assert position.spikes == 3 and counted == {"train/spikes": 3.0}
     assert len(said) == 1
-    assert "step 41: loss 5.000, where the last 40 had a median of 2.0" in said[0] and "norm 3.25" in said[0]
+    assert "step 41: loss 5.000, but the last 40 had a median of 2.0" in said[0] and "norm 3.25" in said[0]
 
 
 def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> None:
@@ -38,7 +38,7 @@ def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> Non
     assert position.spikes == 1 and len(position.latest_losses) == HISTORY_STEPS
     again = Position.from_dict(json.loads(json.dumps(position.to_dict(), allow_nan=False)))
     assert SpikeWatch(said.append, again).check(HISTORY_STEPS + 3, 8.0, 1.0)
-    assert again.spikes == 1 and f"step {HISTORY_STEPS + 3}: loss 8.000, where the last {HISTORY_STEPS}" in said[1]
+    assert again.spikes == 1 and f"step {HISTORY_STEPS + 3}: loss 8.000, but the last {HISTORY_STEPS}" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.Ca
         (["--network", "fast"], "--network fast: not a speed; write 50GB/s or 400Gbit/s"),
         (["--price", "-1"], "--price -1: must be above 0"),
         (["--card", "K80"], "--card K80: unknown; use one of"),
-        (["--card", "H100", "--gpus-per-host", "2"], "--network: missing, and GPUs are on several hosts"),
-        (["--card", "H100", "task=reward"], "--network: only the speed of task: language is predicted"),
+        (["--card", "H100", "--gpus-per-host", "2"], "--network: missing"),
+        (["--card", "H100", "task=reward"], "speed cannot be predicted"),
         (["--card", "H100", "zero.offload_optimizer=true"], "by module and of offloading is not predicted"),
     ],
 )

@@ -11,10 +11,10 @@ from trainer.data.batches import Batches
 from trainer.data.samples import Samples
 from trainer.data.step_count import (
     count_steps,
+    describe_steps,
+    list_step_warnings,
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    step_warnings,
-    steps_line,
     steps_per_epoch,
     warmup_steps,
 )
@@ -47,7 +47,7 @@ def test_steps_are_counted_as_training_takes_them(
         batches = batches_of(settings, samples, ranks)
         epoch_steps = steps_per_epoch(len(batches.samples), batches.global_batch_size)
         assert steps == np.ceil(settings.epochs * epoch_steps)
-        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
+        assert describe_steps(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
 
 
 def batches_of(training: Any, samples: int, ranks: int) -> Batches:
@@ -131,23 +131,23 @@ def test_looks_an_epoch_become_steps(training: dict[str, Any], resolved: tuple[i
 
 def test_few_steps_are_said_with_what_to_change() -> None:
     packed = config_of({"packing": True, "val_split": 0.05}, epochs=3, batch_size=8, gradient_accumulation_steps=2)
-    (line,) = step_warnings(packed, 7, 1)
+    (line,) = list_step_warnings(packed, 7, 1)
     assert line == (
         "3 optimizer steps in total, the first of them at a learning rate of 0 (7 samples, 16 per step): too few to "
         "learn much; set training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
     )
-    assert step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"
-    assert step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
+    assert list_step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"
+    assert list_step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
 
 
 def test_evaluations_that_never_come_are_said() -> None:
     training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
-    lines = step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
+    lines = list_step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
     assert lines == [
         "training.eval_steps=100: the run has 60 steps, so it is not evaluated before its end, and best_checkpoint and "
         "early_stopping have no losses to compare; use 15",
     ]
-    assert step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
+    assert list_step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def test_a_period_that_the_run_does_not_reach_is_warned_of(setting: str, period:
     def warn(steps: int, held_out: float = 0.1) -> list[str]:
         training = {"max_steps": steps} | period.get("training", {})
         sections = {"training": training, "dataset": {"path": "a.jsonl", "val_split": held_out}}
-        return step_warnings(RunConfig.model_validate({"base_model": "m", "output_dir": "r"} | period | sections), 7, 1)
+        return list_step_warnings(
+            RunConfig.model_validate({"base_model": "m", "output_dir": "r"} | period | sections), 7, 1
+        )
 
     (line,) = warn(60)
     assert (line.startswith(f"{setting}={6 if 'early' in setting else 61}: ") and "60" in line) or "6 eval" in line
@@ -176,10 +178,10 @@ def test_a_period_that_the_run_does_not_reach_is_warned_of(setting: str, period:
 
 def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
     with pytest.raises(UserError, match=r"training.warmup_steps=100: .* run of 3 steps"):
-        step_warnings(config_of(epochs=3, batch_size=8, warmup_steps=100), 7, 1)
-    assert step_warnings(config_of(epochs=30, warmup_steps=100), 7, 1) == []
+        list_step_warnings(config_of(epochs=3, batch_size=8, warmup_steps=100), 7, 1)
+    assert list_step_warnings(config_of(epochs=30, warmup_steps=100), 7, 1) == []
     constant = config_of(epochs=30, lr_scheduler="constant", warmup_steps=1000)
-    assert step_warnings(constant, 7, 1) == [], "a constant rate has no warm-up"
+    assert list_step_warnings(constant, 7, 1) == [], "a constant rate has no warm-up"
 
 
 @pytest.mark.parametrize(("ratio", "total", "warmup"), [(0.03, 1, 0), (0.9, 1, 0), (0.99, 5, 4), (0.1, 5, 1)])

@@ -17,7 +17,7 @@ from tests.tiny import make_model, make_tokenizer
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from tests.unit.test_stored_fp8 import run_config
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.memory.model_widths import read_shapes
@@ -183,14 +183,14 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "gemv": (FORMS["awq"] | {"version": "GEMV"}, "awq, version gemv, but only gemm are supported"),
     "w4a4": (
         changed_group("nvfp4", input_activations=INPUTS),
-        "inputs are quantized too, as in W4A4, but only",
+        "with quantized inputs, as in W4A4, but only",
     ),
     "mxfp4": (
         changed_group("nvfp4", weights=INPUTS | {"strategy": "group", "group_size": 32}),
         "4-bit floats by group of 32, but only W4A16",
     ),
-    "rotated": (announced("w4a16") | {"transform_config": {"config_groups": {"R1": {}}}}, "its inputs are rotated"),
-    "sparse": (announced("w4a16") | {"sparsity_config": {"format": "marlin-24"}}, "its weights are sparse"),
+    "rotated": (announced("w4a16") | {"transform_config": {"config_groups": {"R1": {}}}}, "with rotated inputs"),
+    "sparse": (announced("w4a16") | {"sparsity_config": {"format": "marlin-24"}}, "with sparse weights"),
     "two types": (
         announced("w4a16")
         | {"config_groups": {"a": {"weights": INPUTS}, "b": {"weights": {"num_bits": 8, "type": "float"}}}},
@@ -213,11 +213,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"quant_type=nf4: .* already stored in GPTQ; use adapter: lora, or the",
     ),
     "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* already stored"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in GPTQ; remove it"),
-    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in GPTQ; remove it"),
+    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: cannot read weights of"),
     "qat": (
         {"training": {"qat": "int8"}},
-        r"training.qat=int8: rounds 16-bit weights, .* stored in GPTQ; use the 16-bit",
+        r"training.qat=int8: needs 16-bit weights, unlike .* stored in GPTQ; use the 16-bit",
     ),
 }
 
@@ -290,7 +290,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         tensors(lambda stored: stored.update({f"{QUERY}.qweight": stored[f"{QUERY}.qweight"].long()})),
         f"{QUERY}.qweight has shape (8, 64) in I64, but GPTQ in groups of 32 needs (8, 64) in I32",
     ),
-    "nothing stored": ("gptq", tensors(drop_codes), "config.json says GPTQ, but no tensor is stored in it; remove"),
+    "nothing stored": ("gptq", tensors(drop_codes), "config.json says GPTQ, but no tensor is in that format; remove"),
     "another shape": (
         "w4a16-rows",
         tensors(lambda stored: stored.update({
@@ -322,7 +322,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) 
 def test_columns_in_another_order_than_config_json_says_are_found(tmp_path: Path) -> None:
     folder = store_in_four_bits(make_model(tmp_path / "model"), "act-order")
     announce(desc_act=False)(folder)
-    with pytest.raises(UserError, match=r"g_idx is not ascending, but config.json says so; take config.json"):
+    with pytest.raises(UserError, match=r"g_idx is not ascending, as config.json declares; take config.json"):
         load(folder)
 
 
@@ -343,7 +343,7 @@ def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsy
         torch.bfloat16
     )
     with torch.no_grad():
-        trained = load_trained(run, saved_tokenizer(run), CPU)(IDS).logits
+        trained = load_trained(run, load_saved_tokenizer(run), CPU)(IDS).logits
         torch.testing.assert_close(load(wide)(IDS).logits, trained, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
     stored = merge(run, tmp_path / "stored", dtype="stored")

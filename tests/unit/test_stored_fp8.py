@@ -15,7 +15,7 @@ from tests.mixtures import make_mixture
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
-from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.memory.model_widths import read_shapes
@@ -204,16 +204,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"quant_type=nf4: .* already stored in FP8; use adapter: lora, or quant",
     ),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the weights of .* stored in FP8; remove it"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in FP8; remove it"),
     "qat": (
         {"training": {"qat": "int8"}},
-        r"training.qat=int8: rounds 16-bit weights, .* stored in FP8; use the 16-bit",
+        r"training.qat=int8: needs 16-bit weights, unlike .* stored in FP8; use the 16-bit",
     ),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",
     ),
-    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the weights of .* or use the 16-bit model"),
+    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: cannot read weights of .* or use the 16-bit model"),
 }
 
 
@@ -254,7 +254,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
             "format": "nvfp4-pack-quantized",
             "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized, inputs are quantized too, as in W4A4, but only W4A16 integers by "
+        "compressed-tensors, nvfp4-pack-quantized, with quantized inputs, as in W4A4, but only W4A16 integers by "
         "group or channel and NVFP4 are supported in 4 bits",
     ),
     "int8": (
@@ -324,8 +324,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e5m2)})),
         (f"{QUERY} is stored as F8_E5M2, but only e4m3 is supported in 8 bits; use the 16-bit model",),
     ),
-    "not announced": (announced(), ("is stored in FP8, but config.json does not say so", "same model")),
-    "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor is stored in it", "remove")),
+    "not announced": (announced(), ("is stored in FP8, but config.json does not declare it", "same model")),
+    "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor", "remove")),
     "another shape": (
         tensors(lambda all_: all_.update({QUERY: all_[QUERY][:32].clone(), f"{QUERY}_scale_inv": torch.ones(1, 2)})),
         (f"do not fit config.json (first: {QUERY} has shape (32, 64), config.json says (64, 64))",),
@@ -361,5 +361,5 @@ def test_merged_into_the_16_bit_model_or_the_dequantised_weights(tmp_path: Path)
     for name, value in second.items():
         assert torch.equal(first[name], value), name
     with torch.no_grad():
-        trained = load_trained(run, saved_tokenizer(run), CPU)(IDS).logits
+        trained = load_trained(run, load_saved_tokenizer(run), CPU)(IDS).logits
         torch.testing.assert_close(load(written)(IDS).logits, trained, rtol=1e-4, atol=1e-5)

@@ -41,14 +41,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; available: "),
     "a module": (
         {"target_modules": ("mlp",)},
-        r"=mlp: is not a layer, but contains some; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
+        r"=mlp: is not a layer, but has layers; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
     ),
     "exclude": (
         {"exclude_modules": ("k_prj",)},
         r"lora.exclude_modules=k_prj: matches no module.*did you mean k_proj\?",
     ),
     "tower": ({"exclude_modules": ("vision_tower",)}, r"lora.exclude_modules=vision_tower: matches no module"),
-    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\[model\]: leaves no layer to adapt"),
+    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\[model\]: excludes all layers"),
     "saved": ({"modules_to_save": ("head",)}, r"lora.modules_to_save=head: matches no module.*lm_head"),
 }
 
@@ -83,7 +83,7 @@ def test_a_rank_beyond_the_layers_is_reported_and_beyond_all_of_them_refused(tmp
     check_targets(model, LoraSection(r=64))
     assert list_rank_warnings(LoraSection(r=8)) == []
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    said = f"lora.r=8: ignored, the adapter at {tmp_path} has r=4"
+    said = f"lora.r=8: ignored, because the adapter at {tmp_path} has r=4"
     assert list_rank_warnings(LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 
 
@@ -172,14 +172,14 @@ def test_the_rank_of_experts_is_that_of_all_layers_a_number_or_divided_by_those_
 
 
 OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: a rank above the width 32 of an expert"),
-    "rank of all": ({"r": 40}, r"lora.r=40: a rank above the width 32 of an expert.*r/top_k is 20 here"),
+    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: exceeds the width 32 of an expert"),
+    "rank of all": ({"r": 40}, r"lora.r=40: exceeds the width 32 of an expert.*r/top_k is 20 here"),
     "dora": ({"dora": True}, r"lora.dora=true: not supported for experts.*lora.experts: false"),
     "init": ({"init": "pissa"}, r"lora.init=pissa: not supported for experts.*lora.experts: false"),
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
     "named as modules and left out": (
         {"target_modules": ("experts",), "experts": False},
-        r"lora.target_modules=experts: names experts, and lora.experts is false; remove one",
+        r"lora.target_modules=experts: names experts, but lora.experts is false; remove one",
     ),
     "one of them": (
         {"target_modules": ("experts.1.w1",)},
@@ -188,7 +188,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "named and left out": (
         {"target_parameters": ("experts.down_proj",), "experts": False},
-        r"lora.target_parameters=experts.down_proj: names experts, and lora.experts is false",
+        r"lora.target_parameters=experts.down_proj: names experts, but lora.experts is false",
     ),
 }
 

@@ -144,7 +144,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
     for block in model.get_base_model().model.layers:
         for layer in (block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj):
             if section.eight_bit:
-                layer.base_layer = FrozenLinear8bit.quantized(layer.base_layer, kind, torch.float32)
+                layer.base_layer = FrozenLinear8bit.from_linear(layer.base_layer, kind, torch.float32)
             else:
                 layer.base_layer = quantize_linear(layer.base_layer, section, torch.float32)
     fuse(model, "reference", forward=None)
@@ -161,7 +161,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"training": {"gradient_checkpointing": False}}, "not with training.gradient_checkpointing: none"),
+        ({"training": {"gradient_checkpointing": False}}, "not supported with training.gradient_checkpointing: none"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout draws one mask for all tokens"),
         ({"zero": {"stage": 3, "gather": "module"}}, "zero.gather: module gathers weights for every tile"),
         ({"training": {"cuda_graphs": "on"}}, "training.tiled_mlp recomputes tiles in the backward pass"),

@@ -70,7 +70,7 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
         f"dataset.max_length={limit + 1}",
     ]
     assert validate.main(words) == 2
-    assert f"the model has positions for {limit} tokens only; use {limit}" in capsys.readouterr().err
+    assert f"the model only has positions for {limit} tokens; use {limit}" in capsys.readouterr().err
 
 
 UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
@@ -112,7 +112,9 @@ def test_validate_during_a_run_reports_what_training_would_need(
     write_run_record(run, load_config(config).config.model_dump_json(), 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
-    assert "OK except for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
+    assert (
+        "OK except for output_dir=run: contains another run, without a complete checkpoint" in capsys.readouterr().out
+    )
     assert validate.main([str(config), "output.overwrite=delete"]) == 0
     assert f"OK: zerolora train {config} output.overwrite=delete" in capsys.readouterr().out
     assert sorted(run.rglob("*")) == before
@@ -150,7 +152,7 @@ def test_validate_explains_settings(override: str, line: str, config: Path, caps
         ("training.lr_scheduler=cosine_with_restarts training.lr_cycles=9", "training.lr_cycles=9: a cycle needs 2"),
         (
             "training.lr_scheduler=warmup_stable_decay training.warmup_ratio=0.5 training.decay_ratio=0.9",
-            "training.decay_ratio=0.9: with training.warmup_ratio=0.5 exceeds the whole run",
+            "training.decay_ratio=0.9: adds up to more than 1 with training.warmup_ratio=0.5",
         ),
         ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
     ],

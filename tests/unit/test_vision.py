@@ -299,7 +299,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "chosen": turns("?", "red"),
             "rejected": turns("?", [{"type": "image", "path": "red.png"}, {"type": "text", "text": "x"}]),
         },
-        "an assistant turn has an image, and answers are text",
+        "an assistant turn has an image, but answers are text",
     ),
 }
 
@@ -319,7 +319,7 @@ def test_images_for_a_text_model_are_refused(root: Path, tmp_path: Path) -> None
     make_model(tmp_path / "text")
     file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": [str(picture(tmp_path))]})
     config = run_config(root, "gemma3", dataset__path=str(file), base_model=str(tmp_path / "text"))
-    with pytest.raises(UserError, match="record 1: has images, and this model is not trained on images"):
+    with pytest.raises(UserError, match="record 1: has images, but image input is not supported for this model"):
         prepare(config)
 
 

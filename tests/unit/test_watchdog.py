@@ -185,7 +185,7 @@ def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Pa
 @pytest.mark.parametrize("exit_code", [143, 0])
 def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit_code: int) -> None:
     """By a signal, say, of which its launcher tells nobody; one that was done waits for nothing."""
-    (tmp_path / "heartbeat-1.json").write_bytes(replace(BEAT, rank=1, host="n1", exit_code=exit_code).line())
+    (tmp_path / "heartbeat-1.json").write_bytes(replace(BEAT, rank=1, host="n1", exit_code=exit_code).encode())
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", MEETING, str(tmp_path), "True"], env=env, capture_output=True, text=True
@@ -200,9 +200,9 @@ def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit
 def test_a_line_has_always_one_length_and_comes_back() -> None:
     long = replace(BEAT, phase="p" * 80, place="x" * 160, host="h" * 64, exit_code=1)
     for beat in (BEAT, long):
-        assert len(beat.line()) == LINE_BYTES
-        assert Heartbeat.parse(beat.line()) == beat
-    assert Heartbeat.parse(BEAT.line()[:100]) is None
+        assert len(beat.encode()) == LINE_BYTES
+        assert Heartbeat.parse(beat.encode()) == beat
+    assert Heartbeat.parse(BEAT.encode()[:100]) is None
 
 
 def test_heartbeats_do_not_create_the_folder_and_are_read_by_the_launcher(tmp_path: Path) -> None:
@@ -248,17 +248,17 @@ def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_p
     folder.publish(replace(BEAT, rank=1))
     (tmp_path / "heartbeat-1.json").unlink()
     folder.publish(replace(BEAT, rank=1, step=413))
-    folder.note_step(414, 400)
+    folder.write_step(414, 400)
     assert read_heartbeats(tmp_path)[1].step == 414
 
 
 def test_a_rank_that_ends_at_once_leaves_its_exit_code(tmp_path: Path) -> None:
     """In a signal's handler, after which its thread begins no line without it."""
     folder = HeartbeatFolder(tmp_path, 1, 2)
-    folder.note_end(143)
+    folder.write_exit_code(143)
     assert read_heartbeats(tmp_path) == {}, "it is not known yet"
     folder.publish(replace(BEAT, rank=1))
-    folder.note_end(143)
+    folder.write_exit_code(143)
     folder.publish(replace(BEAT, rank=1))
     assert read_heartbeats(tmp_path)[1].exit_code == 143
 
@@ -268,11 +268,11 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
     old.write_text('{"ranks": [3], "text": "of yesterday"}')
     os.utime(old, (time.time() - 86400,) * 2)
     first, second = (HeartbeatFolder(tmp_path, rank, 2) for rank in (0, 1))
-    assert first.verdict() is None
-    assert first.decide(Hang([1], "a")) and not second.decide(Hang([0], "b"))
-    assert second.verdict() == read_hang(tmp_path) == Hang([1], "a")
+    assert first.read_verdict() is None
+    assert first.write_verdict(Hang([1], "a")) and not second.write_verdict(Hang([0], "b"))
+    assert second.read_verdict() == read_hang(tmp_path) == Hang([1], "a")
     old.write_text('{"ranks"')  # half written
-    assert second.verdict() is None and not second.decide(Hang([0], "b"))
+    assert second.read_verdict() is None and not second.write_verdict(Hang([0], "b"))
 
 
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_quantised_layer_refuses_whole_numbers(kind: str, tmp_path: Path) -> N
     folder = save_family(tmp_path, "llama")
     model = load_base_model(str(folder), ModelSection(), dtype=torch.float32, device=CPU, attention=None, **PATHS[kind])
     layer = model.model.layers[0].mlp.down_proj
-    with pytest.raises(UserError, match=r"adapter=qlora: this model converts the input of a linear layer"):
+    with pytest.raises(UserError, match=r"adapter=qlora: this model converts a linear layer's input"):
         layer(torch.ones(1, layer.in_features).to(layer.weight.dtype))
 
 

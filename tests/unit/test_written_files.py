@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import CHATML, make_model, make_tokenizer
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import find_run, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer
 from trainer.checkpoint.weights import save_initial_adapter, write_full_model
 from trainer.commands import merge
 from trainer.commands.export.__main__ import export
 from trainer.commands.push import stage_files
 from trainer.config import LoraSection, ModelSection
 from trainer.contract.whole_files import apply_umask
-from trainer.data.demo_data import make_once
+from trainer.data.demo_data import build_once
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -69,7 +69,7 @@ def test_a_shared_cache_can_be_read_by_others(mode: int, tmp_path: Path) -> None
     def make(folder: Path) -> None:
         make_model(folder)
 
-    make_once(tmp_path / "model", make)
+    build_once(tmp_path / "model", make)
     assert modes(tmp_path / "model") == {mode}
     assert (tmp_path / "model").stat().st_mode & 0o777 == (0o755 if mode == 0o644 else 0o750)
 
@@ -171,4 +171,4 @@ def test_every_writer_keeps_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     for folder in ("staged", "peft", "merged"):
         assert {name: (tmp_path / folder / name).read_bytes() for name in stored} == stored, folder
         assert not (tmp_path / folder / "chat_template.jinja").exists()
-    assert saved_tokenizer(find_run(run)).chat_template == CHATML
+    assert load_saved_tokenizer(find_run(run)).chat_template == CHATML

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import checksum, recorded_checksums
+from trainer.checkpoint.checkpoint_files import checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
@@ -38,22 +38,22 @@ def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] 
 def find_adapter_damage(folder: Path) -> str | None:
     """Return why the adapter in a folder cannot be loaded, beginning with a file name; None if it can.
 
-    Compares the weights with their recorded checksum, if any. Raises UserError if the settings are missing.
+    Compares the weights with their recorded checksum if there is one. Raises UserError if the settings are missing.
     """
     try:
         read_safetensors_header(folder / WEIGHTS)
         read_adapter_settings(folder)
         if _has_changed(folder, WEIGHTS, _recorded_checksums(folder)):
-            return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; take it from a checkpoint"
+            return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy it from a checkpoint"
     except FileNotFoundError:
-        return f"no {WEIGHTS}; only safetensors are loaded"
+        return f"no {WEIGHTS}; use an adapter in safetensors format"
     except UnreadableFile as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
     return None
 
 
 def find_untrainable_tensor(folder: Path) -> str | None:
-    """Return why a tensor of a saved adapter cannot be trained, beginning with its name; None if all can."""
+    """Return why a tensor of a saved adapter cannot be trained, beginning with its name; None if all can be trained."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use an adapter in 16 or 32 bits"
@@ -62,7 +62,7 @@ def find_untrainable_tensor(folder: Path) -> str | None:
     return None
 
 
-def changed_files(folder: Path) -> list[str]:
+def find_changed_files(folder: Path) -> list[str]:
     """Return the names of settings and tokenizer files that changed since training."""
     recorded = _recorded_checksums(folder)
     texts = [name for name in recorded if name.endswith(TEXT_SUFFIXES) and name not in UNVERIFIED]
@@ -82,7 +82,7 @@ def _recorded_checksums(folder: Path) -> dict[str, str]:
     """Return the checksums recorded by a checkpoint or finished run, by file name; empty if there are none."""
     if (folder / RECORD).is_file():
         return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
-    return recorded_checksums(folder)
+    return read_recorded_checksums(folder)
 
 
 class NotReloadable(UserError):
@@ -121,11 +121,11 @@ class AdapterForm:
             ]
             numbers = {name: torch.tensor([number]) for number, name in enumerate(peft_names)}
             model.save_pretrained(folder, state_dict=numbers, selected_adapters=[adapter])
-            saved_in = Path(folder) if adapter == DEFAULT else Path(folder, adapter)
-            saved = load_file(saved_in / WEIGHTS)
-            in_file = map_saved_names(model, saved)
-            names = {in_file[name]: trained[int(number)] for name, number in saved.items()}
-            settings = (saved_in / SETTINGS).read_text(encoding="utf-8")
+            saved_folder = Path(folder) if adapter == DEFAULT else Path(folder, adapter)
+            saved = load_file(saved_folder / WEIGHTS)
+            stored_names = map_saved_names(model, saved)
+            names = {stored_names[name]: trained[int(number)] for name, number in saved.items()}
+            settings = (saved_folder / SETTINGS).read_text(encoding="utf-8")
         return cls(
             names, settings, {name: factors[name] for name in trained if name in factors}, model.get_base_model()
         )

@@ -107,4 +107,4 @@ def exchange_outcomes(
     if errors:
         raise OtherRankFailed(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
     name = folder.name.removeprefix(PREFIX)
-    raise SaveFailed(f"{name} was not saved: {full[0]}; make room; older checkpoints are untouched")
+    raise SaveFailed(f"{name} was not saved: {full[0]}; free some space; older checkpoints are untouched")

@@ -39,7 +39,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
         _add_file(digest, folder, "")
         return {"weights": digest.hexdigest()}
     if not folder.is_dir():
-        cached = cached_folder(base_model, "config.json", section.revision or "main")
+        cached = find_cached_folder(base_model, "config.json", section.revision or "main")
         if cached is None:
             return {}
         folder = cached
@@ -59,11 +59,11 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 def _find_external_code(folder: Path) -> dict[str, Path]:
     """Return the cached folders of code from other repositories (`owner/repo--module.Class` in `auto_map`)."""
     settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
-    references = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
+    references = re.findall(r"'([^']+)--(\w+)\.", str([section.get("auto_map") for section in settings]))
     return {
         f"{repository}/": cached
         for repository, module in references
-        if (cached := cached_folder(repository, f"{module}.py", "main"))
+        if (cached := find_cached_folder(repository, f"{module}.py", "main"))
     }
 
 
@@ -92,7 +92,7 @@ def _hash_settings(file: Path) -> str:
 
 
 def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """Return the first key, other than the weights, in which two fingerprints differ, or None."""
+    """Return the first key, other than the weights, in which two fingerprints differ; None if they agree."""
     return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
 
 
@@ -106,7 +106,7 @@ def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
     return None
 
 
-def cached_folder(name: str, file: str, revision: str) -> Path | None:
+def find_cached_folder(name: str, file: str, revision: str) -> Path | None:
     """Return the folder in the hub's cache that contains a file of a repository; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

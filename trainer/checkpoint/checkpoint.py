@@ -39,7 +39,7 @@ class RankState:
 
     rank: int
     pieces: Pieces | None
-    own: Mapping[str, torch.Tensor]
+    rank_tensors: Mapping[str, torch.Tensor]
     state: dict[str, Any]
     """The content of `state.json`, which rank 0 writes."""
 
@@ -52,8 +52,8 @@ class RankState:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.collect_raw().items()}
-        own = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
-        return cls(ranks.rank, pieces, own, {})
+        rank_tensors = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
+        return cls(ranks.rank, pieces, rank_tensors, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, once the device has computed the copied step."""
@@ -72,7 +72,7 @@ class RankState:
     def write(self, folder: Path) -> list[Path]:
         """Write this rank's files and return their paths."""
         files = [folder / f"rank-{self.rank:05d}.safetensors"]
-        write_tensors(files[0], self.own, {})
+        write_tensors(files[0], self.rank_tensors, {})
         if self.pieces is not None:
             files.append(folder / f"training_state-{self.rank:05d}.safetensors")
             write_tensors(files[-1], self.pieces.tensors, self.pieces.metadata())
@@ -85,8 +85,8 @@ class RankState:
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Load a checkpoint into a fresh engine and return `state.json`.
 
-    Bitwise exact for the same ZeRO stage and number of ranks. Otherwise the RNGs are seeded from the step, and 8-bit
-    moments are requantized.
+    The result is bitwise exact for the same ZeRO stage and number of ranks. Otherwise the RNGs are seeded from the
+    step, and 8-bit moments are requantized.
     """
     state = read_state(checkpoint)
     files = sorted(checkpoint.glob("training_state-*.safetensors"))
@@ -175,7 +175,7 @@ class Position:
     """Number of steps that changed no weight or had a non-finite loss."""
     spikes: int = 0
     latest_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, with which the next is compared; only rank 0 keeps this and `spikes`."""
+    """Losses of the last steps, to compare the next loss with; only rank 0 keeps this and `spikes`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, with None for infinity and NaN."""

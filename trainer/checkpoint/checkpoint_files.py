@@ -26,7 +26,7 @@ NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from (None for a fresh start), and a warning about skipped damaged ones."""
+    """The checkpoint to resume from (None for a fresh start), and a warning about skipped damaged checkpoints."""
 
     checkpoint: Path | None
     warning: str | None = None
@@ -34,10 +34,10 @@ class Choice:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the completely written checkpoints of a run, oldest first, without reading their contents."""
-    return [path for path in checkpoint_folders(run_dir) if (path / MARKER).exists()]
+    return [path for path in list_checkpoint_folders(run_dir) if (path / MARKER).exists()]
 
 
-def checkpoint_folders(run_dir: Path) -> list[Path]:
+def list_checkpoint_folders(run_dir: Path) -> list[Path]:
     """Return all `checkpoint-N` folders of a run, complete or not, oldest first."""
     return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=checkpoint_step)
 
@@ -50,7 +50,8 @@ def checkpoint_step(checkpoint: Path) -> int:
 def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
     """Resolve `training.resume_from_checkpoint`; with `read`, verify the checksums of the whole checkpoint.
 
-    `latest` and `auto` skip damaged checkpoints. Raises UserError if none is found, or if the named one is damaged.
+    `latest` and `auto` skip damaged checkpoints. Raises UserError if none is found, or if the named checkpoint is
+    damaged.
     """
     if setting is None:
         return Choice(None)
@@ -62,12 +63,12 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)
-    raise UserError(f"{prefix}: {problem}; use another one, or latest for the newest complete one")
+    raise UserError(f"{prefix}: {problem}; use another checkpoint, or latest for the newest complete checkpoint")
 
 
 def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
     damaged: list[str] = []
-    folders = checkpoint_folders(run_dir)
+    folders = list_checkpoint_folders(run_dir)
     for folder in reversed(folders):
         problem = _find_problem(folder, read)
         if problem is None:
@@ -93,7 +94,7 @@ def _find_problem(checkpoint: Path, read: bool) -> str | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Verify all checksums of a checkpoint; return the first problem, with the file's name, or None."""
+    """Verify all checksums of a checkpoint; return the first problem, with the file's name; None if all match."""
     try:
         marker = (checkpoint / MARKER).read_bytes()
         sums = _parse_checksums(marker)
@@ -112,7 +113,7 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
 
-def recorded_checksums(checkpoint: Path) -> dict[str, str]:
+def read_recorded_checksums(checkpoint: Path) -> dict[str, str]:
     """Return the checksums of a checkpoint's files by name; empty for any other folder."""
     sums = _parse_checksums((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
     return {name: digest for name, (digest, _) in (sums or {}).items()}
@@ -184,7 +185,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     existing = [final] if final.exists() and final not in later else []
     moved = [_set_aside(checkpoint) for checkpoint in (*later, *existing) if checkpoint.exists()]
     os.replace(folder, final)
-    # The run's folder and its parents may be new as well.
+    # The run's folder and its parents may also be new.
     for parent in final.absolute().parents:
         sync(parent)
         if parent.is_mount():
@@ -200,12 +201,12 @@ def _set_aside(checkpoint: Path) -> Path:
     return new
 
 
-def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
+def list_later_checkpoints(run_dir: Path, step: int) -> list[Path]:
     """Return the checkpoints after a step, complete or not; a run that resumes from that step abandons them."""
-    return [path for path in checkpoint_folders(run_dir) if checkpoint_step(path) > step]
+    return [path for path in list_checkpoint_folders(run_dir) if checkpoint_step(path) > step]
 
 
-def surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
+def list_surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
     """Yield the complete checkpoints except the newest `keep` and those at the steps in `protect`."""
     if keep is not None:
         yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)

@@ -1,8 +1,8 @@
 """Select, restore and write the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts
-writing once the step's loss is known. `settle`, called before the next copy and at the end, waits for it and exchanges
+`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts writing
+once the step's loss is known. `settle`, called before the next copy and at the end, waits for the writers and exchanges
 the outcome between ranks.
 """
 
@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
-from trainer.checkpoint.checkpoint_files import find_damage, later_checkpoints, publish, surplus_checkpoints
+from trainer.checkpoint.checkpoint_files import find_damage, list_later_checkpoints, list_surplus_checkpoints, publish
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import build_identity, describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
@@ -69,7 +69,7 @@ class CheckpointManager:
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
         resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
         self.checkpoint = resumption.checkpoint
-        self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
+        self._later = [] if self.checkpoint else list_later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
             self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
@@ -78,13 +78,13 @@ class CheckpointManager:
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
     ) -> tuple[Position, dict[str, Any] | None]:
-        """Load the checkpoint, if any, into engine, schedule and batches; return the position and the SCU state."""
+        """Load the checkpoint (if any) into engine, schedule and batches; return the position and the SCU state."""
         training = self._config.training
         if self.checkpoint is None:
             return Position(best_metric=training.compared_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
-        self._later, self._first_step = later_checkpoints(self._run_dir, position.step), position.step
+        self._later, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
         self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
@@ -95,7 +95,7 @@ class CheckpointManager:
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
             reason = f"the best checkpoint so far (step {best}) is missing"
         if best and reason:
-            self._say(f"note: {reason}; the search for the best starts over")
+            self._say(f"note: {reason}; the search for the best checkpoint starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         position.best_metric = metric
         restore_schedule(schedule, int(state["schedule_steps"]))
@@ -105,8 +105,8 @@ class CheckpointManager:
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
         """Write the final weights, the adapter's update scaled by `factor`; a collective call. Raises SaveFailed."""
-        moved, identity = has_positive_rate(schedule), self._find_identity()
-        self._folder.save_result(engine, must_have_moved=moved, factor=factor, identity=identity)
+        must_have_moved, identity = has_positive_rate(schedule), self._find_identity()
+        self._folder.save_result(engine, must_have_moved=must_have_moved, factor=factor, identity=identity)
 
     def _find_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
@@ -173,18 +173,20 @@ class CheckpointManager:
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
-        """Publish a written checkpoint and delete surplus ones, except at the steps `protect`; runs in the save thread.
+        """Publish a checkpoint and delete surplus checkpoints, except at the steps `protect`; runs in the save thread.
 
         Renames an earlier run's checkpoints that are newer than the step from which this run resumed.
         """
         self._folder.check()
         self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
-        for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
+        for checkpoint in list(
+            list_surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)
+        ):
             shutil.rmtree(checkpoint)
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload the run to its object store, if any; a failure is reported, and retried at the next checkpoint."""
+        """Upload the run if it has an object store; a failure is reported, and retried at the next checkpoint."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -194,7 +196,7 @@ class CheckpointManager:
 
     @phase("save")
     def upload_result(self) -> None:
-        """Upload the finished run to its object store, if any. Raises SaveFailed on rank 0."""
+        """Upload the finished run if it has an object store. Raises SaveFailed on rank 0."""
         if self._ranks.is_main and (address := self._upload()):
             self._say(f"uploaded     {escape(address)}")
         if self._upload_problem:

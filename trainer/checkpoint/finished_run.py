@@ -33,13 +33,13 @@ from trainer.patches.packed_attention import choose_attention, copy_heads_withou
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
-"""Settings, in any section, that may name a file or folder the run reads."""
+"""Settings, in any section, that may name a file or folder that the run reads."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run; `folder` holds the adapter and is `run_dir` or a checkpoint in it."""
+    """A finished run; `folder` contains the adapter and is `run_dir` or a checkpoint in it."""
 
     folder: Path
     run_dir: Path
@@ -74,12 +74,12 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish, or it was deleted; {fix}")
+        raise UserError(f"{folder}: has no {missing[0]}, because the run did not finish, or it was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # The revision belongs to the repository in the configuration.
         if not base_model.strip():
-            raise UserError("--base-model: empty; write a folder or a name on the hub, or leave it out")
+            raise UserError("--base-model: empty; write a folder or a name on the hub, or omit the option")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
             raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
         section = config.model.model_copy(update={"revision": None})
@@ -104,10 +104,10 @@ def find_run(
 def _report_bare_layers(folder: Path, base_model: str) -> None:
     """Print a note if the base has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
-    last = max((int(found[1]) for name in header if (found := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
+    last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
     layers = find_json(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get("num_hidden_layers", 0)
     if isinstance(layers, int) and 0 <= last < layers - 1:
-        unchanged = f"has {layers} layers, and the adapter {last + 1}; the others stay as they are"
+        unchanged = f"has {layers} layers, but the adapter only {last + 1}; the other layers are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
 
 
@@ -129,7 +129,9 @@ def _read_config(run_dir: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
-        raise UserError(f"{path}: {describe_first(error)}; restore it, or use the zerolora that wrote it") from None
+        raise UserError(
+            f"{path}: {describe_first(error)}; restore it, or use the version of zerolora that wrote it"
+        ) from None
 
 
 def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
@@ -141,7 +143,7 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
     return str(folder / value) if is_input else value
 
 
-def saved_tokenizer(run: FinishedRun) -> Any:
+def load_saved_tokenizer(run: FinishedRun) -> Any:
     """Load the tokenizer saved with the adapter, with the run's chat template."""
     section = run.config.model.model_copy(
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
@@ -194,18 +196,18 @@ def load_full_base(run: FinishedRun, dtype: torch.dtype) -> Any:
 def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
     """Resize the embedding of `base` for added tokens and attach the run's adapter for inference.
 
-    The adapter keeps the dtype it was trained in, unless `in_32_bits`.
+    The adapter keeps the dtype it was trained in, unless `in_32_bits` is set.
     """
     set_seed(run.config.seed)  # so that rows of added tokens get the same random values in every command
     match_vocabulary(base, tokenizer)
     if run.config.model.has_score:
-        base.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the end of a text
-    misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
-    return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
+        base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a text
+    error_prefix = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
+    return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_32_bits=in_32_bits)
 
 
 def quiet_libraries() -> None:
-    """Disable progress bars and warnings of libraries."""
+    """Disable the libraries' progress bars and warnings."""
     for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)  # torchao warns about kernels for other GPUs
 

@@ -65,7 +65,7 @@ class HostCopies:
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer
-        if sum(each.nbytes for each in self._buffers.values()) + tensor.nbytes > MAX_PINNED_BYTES:
+        if sum(other.nbytes for other in self._buffers.values()) + tensor.nbytes > MAX_PINNED_BYTES:
             return None
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._buffers[name] = buffer

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
-from trainer.checkpoint.base_fingerprint import cached_folder, find_changed_part, fingerprint_base, is_same_base
+from trainer.checkpoint.adapter_files import RECORD, SETTINGS, find_changed_files
+from trainer.checkpoint.base_fingerprint import find_cached_folder, find_changed_part, fingerprint_base, is_same_base
 from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
@@ -53,9 +53,9 @@ class Difference:
     change: str
     """`setting old -> new`."""
     group: str | None
-    """Name in training.resume_changes that allows it; None if it is always allowed."""
+    """Name in training.resume_changes that allows the difference; None if it is always allowed."""
     fixed: bool = False
-    """Whether it always prevents resuming."""
+    """Whether the difference always prevents resuming."""
 
 
 def build_identity(
@@ -70,12 +70,12 @@ def build_identity(
     open_batch = world_size is None or training.batch_size == AUTO
     return Identity(
         names={
-            "dataset.path": _data_path(config),
+            "dataset.path": _format_data_path(config),
             "model.tokenizer": config.model.tokenizer or config.base_model,
             "batch": f"training.batch_size={training.batch_size} x gradient_accumulation_steps="
             f"{training.gradient_accumulation_steps} x {data_ranks if world_size else None} ranks",
         },
-        settings=_comparable_settings(config) | {"training.precision": precision},
+        settings=_collect_comparable_settings(config) | {"training.precision": precision},
         base_model=config.base_model,
         base=fingerprint_base(config.base_model, config.model),
         data={} if prepared is None else dict(prepared.data.origin),
@@ -84,7 +84,7 @@ def build_identity(
     )
 
 
-def recorded_identity(folder: Path) -> Identity | None:
+def read_recorded_identity(folder: Path) -> Identity | None:
     """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
@@ -120,8 +120,8 @@ def find_differences(then: Identity, now: Identity, name: str) -> list[Differenc
             differences.append(Difference(problem, f"the {what}", "data"))
     if now.global_batch is not None and then.global_batch != now.global_batch:
         before = f"{then.global_batch} (training.global_batch_size: {then.global_batch})"
-        problem = f"{now.names['batch']} = {now.global_batch} samples a step: {name} was trained with {before}"
-        change = f"samples a step {then.global_batch} -> {now.global_batch}"
+        problem = f"{now.names['batch']} = {now.global_batch} samples per step: {name} was trained with {before}"
+        change = f"samples per step {then.global_batch} -> {now.global_batch}"
         differences.append(Difference(problem, change, "batch"))
     if now.ranks not in (None, then.ranks):
         differences.append(Difference("", f"ranks {then.ranks} -> {now.ranks}", None))
@@ -133,9 +133,9 @@ def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> Non
 
     The base is not compared if it is neither needed nor on this machine.
     """
-    changes = {name: "changed" if (folder / name).exists() else "deleted" for name in changed_files(folder)}
+    changes = {name: "changed" if (folder / name).exists() else "deleted" for name in find_changed_files(folder)}
     problems = [f"{folder}: {name} was {change} after training; restore it" for name, change in changes.items()]
-    then = recorded_identity(folder)
+    then = read_recorded_identity(folder)
     if then is None:
         record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"
         problems.append(f"{folder}: {record}")
@@ -144,21 +144,21 @@ def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> Non
         if needs_base and not base:
             load_model_config(config.base_model, config.model)  # downloads config.json, so that the commit is known
             base = fingerprint_base(config.base_model, config.model)
-        now = Identity(settings=_comparable_settings(_without_adapter_path(config)))
-        problems += [f"{each}; restore the setting" for each in _list_problems(then, now, folder, MODEL_SETTINGS)]
+        now = Identity(settings=_collect_comparable_settings(_remove_adapter_path(config)))
+        problems += [f"{problem}; restore the setting" for problem in _list_problems(then, now, folder, MODEL_SETTINGS)]
         now = Identity(base_model=config.base_model, base=base)
-        problems += [f"{each}; pass that model with --base-model" for each in _list_problems(then, now, folder)]
+        problems += [f"{problem}; pass that model with --base-model" for problem in _list_problems(then, now, folder)]
     if problems:
         raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
     """Raise UserError if splitting the data again could hold out documents used in training."""
-    then = recorded_identity(folder)
+    then = read_recorded_identity(folder)
     if then is not None:
-        settings = _comparable_settings(_without_adapter_path(config))
+        settings = _collect_comparable_settings(_remove_adapter_path(config))
         content = {"content": origin["content"]}
-        now = Identity(names={"dataset.path": _data_path(config)}, settings=settings, data=content)
+        now = Identity(names={"dataset.path": _format_data_path(config)}, settings=settings, data=content)
         fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
         if problems := _list_problems(then, now, folder, SPLIT_SETTINGS):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
@@ -172,17 +172,17 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
         return []
-    then = recorded_identity(folder)
+    then = read_recorded_identity(folder)
     if then is None:
         base_name = read_adapter_settings(folder).get("base_model_name_or_path")
         if not base_name or Path(base_name).name.lower() == Path(config.base_model).name.lower():
             return []
-        return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, and base_model is {config.base_model}"]
-    now = build_identity(_without_adapter_path(config), None, None, None)
+        return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, but base_model is {config.base_model}"]
+    now = build_identity(_remove_adapter_path(config), None, None, None)
     # Ignore the chat template: an adapter may be trained on text first, and then on conversations.
     now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
     problems = _list_problems(then, now, folder, ("model.added_tokens",))
-    if SETTINGS in changed_files(folder):
+    if SETTINGS in find_changed_files(folder):
         problems.append(f"lora.adapter_path={folder}: {SETTINGS} was changed after training")
     if problems and not config.lora.allow_mismatch:
         fix = "restore what the adapter was trained with, or allow it with lora.allow_mismatch: true"
@@ -197,26 +197,26 @@ def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[
     differences = find_differences(
         then, now.model_copy(update={"settings": compared_settings, "base": base}), str(folder)
     )
-    return [each.problem for each in differences if each.group or each.fixed]
+    return [difference.problem for difference in differences if difference.group or difference.fixed]
 
 
-def _without_adapter_path(config: RunConfig) -> RunConfig:
+def _remove_adapter_path(config: RunConfig) -> RunConfig:
     """Remove the path of the initial adapter, which may have been deleted or changed since."""
     return config.model_copy(update={"lora": config.lora.model_copy(update={"adapter_path": None})})
 
 
-def _data_path(config: RunConfig) -> str:
+def _format_data_path(config: RunConfig) -> str:
     data = config.dataset
     return data.path or ", ".join(str(source.path) for source in data.mix)
 
 
-def _comparable_settings(config: RunConfig) -> dict[str, Any]:
+def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings to compare, by dotted name, except those in disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace the section's.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
-        values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
+        values["lora"] |= _read_initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
     disabled = {
         "lora": config.adapter == "none",
@@ -243,11 +243,11 @@ def _normalize_value(name: str, value: Any) -> Any:
     return value
 
 
-def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
+def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     """Return the settings of the initial adapter; empty if it is not on this machine yet."""
     folder: Path | None = Path(adapter_path).expanduser()
     if folder is not None and not folder.exists():
-        folder = cached_folder(adapter_path, SETTINGS, "main")
+        folder = find_cached_folder(adapter_path, SETTINGS, "main")
     if folder is None:
         return {}
     saved = read_adapter_settings(folder)
@@ -285,7 +285,7 @@ def plan_resumption(
     checkpoint = choice.checkpoint
     if checkpoint is None:
         return Resumption(None, (*warnings, *check_initial_adapter(config, prepared.data.origin)))
-    state, then = read_state(checkpoint), recorded_identity(checkpoint)
+    state, then = read_state(checkpoint), read_recorded_identity(checkpoint)
     notes = []
     if then is not None:
         now = build_identity(config, prepared, world_size, precision)
@@ -303,7 +303,7 @@ def plan_resumption(
 def describe_finished(step: int, total_steps: int) -> str:
     """Return the note for a run that has no steps left."""
     return (
-        f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
+        f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
         "nothing is left to train; raise them to continue"
     )
 
@@ -317,12 +317,12 @@ def compare_identities(
         if difference.fixed:
             weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
             refused.append(
-                f"{difference.problem}, and its optimizer state fits nothing else; set it back, or start a new run "
+                f"{difference.problem}, and its optimizer state fits nothing else; restore it, or start a new run "
                 f"with {weights}: {checkpoint}"
             )
         elif difference.group is None or difference.group in allowed:
             changed.append(difference.change)
         else:
-            fix = f"set it back, or allow the change with training.resume_changes: [{difference.group}]"
+            fix = f"restore it, or allow the change with training.resume_changes: [{difference.group}]"
             refused.append(f"{difference.problem}; {fix}")
     return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

@@ -99,7 +99,7 @@ def check_no_conflict(config: RunConfig) -> None:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
 
-def find_obstacle(config: RunConfig) -> str | None:
+def find_output_problem(config: RunConfig) -> str | None:
     """Return why `zerolora train` would refuse the output folder now, with the fix; None if it would accept it."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
@@ -108,24 +108,24 @@ def find_obstacle(config: RunConfig) -> str | None:
 
 
 def _find_conflict(config: RunConfig) -> str | None:
-    """Return the conflict with an earlier run in the folder, and the fix; None if there is none."""
+    """Return the conflict with an earlier run in the folder, and the fix; None without a conflict."""
     if config.runs:  # each run has its own folder
         return next((f"{run.output_dir} {conflict}" for run in config.runs if (conflict := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None
     if overwrite and overwrite != "delete":
-        return _find_move_obstacle(folder)
+        return _find_move_problem(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true to move it aside (delete to delete it)"
     if list_checkpoints(folder):
         resuming = "training.resume_from_checkpoint: latest to resume it"
-        return f"holds another run; use a new folder, set {resuming}, or {overwriting}"
-    return f"holds another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
+        return f"contains another run; use a new folder, set {resuming}, or {overwriting}"
+    return f"contains another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
 
 
-def _find_move_obstacle(folder: Path) -> str | None:
+def _find_move_problem(folder: Path) -> str | None:
     """Return why the content cannot be moved to a sibling folder; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):
@@ -146,7 +146,9 @@ def _nearest_existing(folder: Path) -> Path:
         if path.exists():
             if ".." in (missing := folder.relative_to(path).parts):
                 name = path.joinpath(*missing[: missing.index("..")])
-                raise UserError(f"output_dir={folder}: {name} does not exist, so .. after it leads nowhere; drop both")
+                raise UserError(
+                    f"output_dir={folder}: {name} does not exist, so .. after it leads nowhere; remove both"
+                )
             return path
     return Path()
 
@@ -168,7 +170,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
     if free_gib < MIN_FREE_GIB:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, but checkpoints need at least "
-            f"{MIN_FREE_GIB}; make room"
+            f"{MIN_FREE_GIB}; free some space"
         )
 
 

@@ -56,7 +56,7 @@ class RunFolder:
         say: Output,
         lock: FolderLock | None,
     ) -> None:
-        """Prepare, but write nothing yet; `config` has its `auto` values resolved, and `lock` is held by rank 0."""
+        """Prepare the object, but write nothing yet; `config` has no `auto` values, and `lock` is held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
@@ -82,7 +82,7 @@ class RunFolder:
     ) -> None:
         """Write the run's record and open the metrics, once all checks have passed.
 
-        `checkpoint` is the checkpoint to resume from, if any.
+        `checkpoint` is the checkpoint to resume from, or None.
         """
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
@@ -211,7 +211,7 @@ class RunFolder:
     def print_resume_command(self, step: int) -> None:
         """Print the command that resumes this run, which was stopped after `step`."""
         command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
-        self._say(escape(f"stopped at step {step}, saved; continue with: {command}"))
+        self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return the form of this run's adapter; None in full training, and on ranks other than 0."""
@@ -244,7 +244,7 @@ class RunFolder:
         return write
 
     def _write_card(self, result: Path) -> None:
-        """Write the model card unless the user wrote one."""
+        """Write the model card, unless the user wrote it."""
         if self._config.adapter != "none" and not is_users_card(self.path / CARD):
             card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

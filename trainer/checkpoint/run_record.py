@@ -44,8 +44,8 @@ IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 def find_run_dir(folder: Path) -> Path:
     """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError otherwise."""
     if not folder.is_dir():
-        found = "is a file" if folder.is_file() else "no such folder"
-        raise UserError(f"{folder}: {found}; pass the output_dir of a run, or a checkpoint-N in it")
+        problem = "is a file" if folder.is_file() else "no such folder"
+        raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
         raise UserError(
@@ -72,12 +72,12 @@ def write_run_record(
         STARTED_IN: os.getcwd(),
         "world_size": world_size,
         "device": device,
-        "device_name": _device_name(device),
+        "device_name": _find_device_name(device),
         "precision": precision,
         PROMPT_TEXT: prompt_text,
         "python": platform.python_version(),
         "packages": package_versions(),
-        "commit": commit(),
+        "commit": find_commit(),
     }
     # An earlier result stays in the folder until this run replaces it.
     write_json(run_dir / RUN, record | {key: earlier[key] for key in RESULT_KEYS if key in earlier})
@@ -179,7 +179,7 @@ def place_result(run_dir: Path) -> list[str]:
     return names
 
 
-def _device_name(device: str) -> str:
+def _find_device_name(device: str) -> str:
     if device == "cuda":
         import torch
 
@@ -187,7 +187,7 @@ def _device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """Return zerolora's git commit, with `-dirty` if files differ from it; None if installed without a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -44,14 +44,14 @@ def write_adapter(
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
     if must_have_moved and factors_b and not any(value.any() for value in factors_b):
-        raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
+        raise RuntimeError(f"{folder}: every lora_B is still zero after training; raise training.learning_rate")
     if initial is not None:
         form, stored = form.for_unchanged_base(), stack_difference(stored, load_file(initial / WEIGHTS))
     _check_finite(stored, folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
-        raise RuntimeError(f"{file}: differs from the trained weights when read back")
+        raise RuntimeError(f"{file}: differs from the trained weights when read back; check the disk")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
     form.check_loads(folder)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
@@ -38,25 +38,25 @@ class TextAdapter:
 
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: Integers | None) -> str:
-        """Write the merged model; return a line to print."""
+        """Write the merged model; return a message that shows how to load it."""
         merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
         auto = find_task(run.config).auto_class
         return f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})"
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        """Write the adapter in a format of its task; return lines to print."""
+        """Export the adapter in the format `form`; return lines to print."""
         if form in ADAPTER_FORMS:
             return export_adapter(run, form, output)
         if form == "hf":
             merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
-            return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
+            return ["load it with AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference"]
         return export_gguf(run, form, output, dtype=dtype)
 
     @staticmethod
     def copy_companions(run: FinishedRun, folder: Path) -> None:
-        """Write the tokenizer files that an uploaded adapter needs to `folder`."""
-        write_files(tokenizer_files(saved_tokenizer(run)), folder)
+        """Write to `folder` the tokenizer files that are uploaded with the adapter."""
+        write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
 class ImageAdapter:
@@ -73,7 +73,7 @@ class ImageAdapter:
         pipeline = read_pipeline(run.config.base_model, run.config.model)
         if form == "hf":
             merge_images(run, output, dtype="auto", scale=1.0)
-            return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
+            return [f"load it with diffusers.{pipeline.family.pipeline}.from_pretrained({str(output)!r})"]
         with temporary_output(output) as folder:
             if form == "kohya":
                 save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
@@ -82,7 +82,7 @@ class ImageAdapter:
                     shutil.copyfile(run.folder / name, folder / name)
             move_into_place(folder, output)
         if form == "kohya":
-            return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
+            return [f"{output / KOHYA}: for ComfyUI (copy it to models/loras) and programs that read kohya's format"]
         return [f"pipeline.load_lora_weights({str(output)!r})"]
 
     @staticmethod
@@ -95,7 +95,7 @@ class ImageAdapter:
 
 
 def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-    """Write the merged model as one GGUF file (`ollama`: a folder with it and a Modelfile); return lines to print."""
+    """Write the merged model as a GGUF file, with `ollama` in a folder with a Modelfile; return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
     model, tokenizer, values = build_merged(run)
@@ -113,7 +113,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
     if (context := max_context_length(config)) < config.max_position_embeddings:
         lines.append(f"context of {context:,} tokens: llama.cpp does not support this model's sliding window")
     if chats_differ(tokenizer):
-        lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
+        lines.append("llama.cpp handles spaces after special tokens differently, so it may tokenize chats differently")
     return lines
 
 
@@ -124,27 +124,27 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:
-        lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
+        lines.append("no TEMPLATE: Ollama cannot format prompts as in training; see the Modelfile")
     if "\n# No SYSTEM" in text:
-        lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
+        lines.append("no SYSTEM: Ollama would change the system prompt; see the Modelfile")
     return lines
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
-    """Write the pipeline with the adapter merged; W + s B A is computed in 32 bits and rounded once.
+    """Write the pipeline with the adapter merged: W + s B A, computed in 32 bits and rounded once.
 
-    Raises UserError if `output` is not empty, or the base is random.
+    Raises UserError if `output` is not empty, or if the base has random weights.
     """
     check_output(output)
     pipeline = read_pipeline(run.config.base_model, run.config.model)
     if pipeline.folder is None:
-        raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
+        raise UserError(f"base_model={run.config.base_model}: a random base cannot be merged; train on a stored model")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
     adapted = load_adapter(model, str(run.folder), in_32_bits=True)
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
     denoiser = pipeline.family.denoiser
-    torch_dtype = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
+    torch_dtype = _read_stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
     with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name != denoiser:
@@ -155,7 +155,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     return output
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def _read_stored_dtype(folder: Path) -> torch.dtype:
     file = min(folder.glob("diffusion_pytorch_model*.safetensors"))
     with safe_open(str(file), framework="pt") as handle:
         dtype: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype

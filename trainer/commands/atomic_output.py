@@ -17,7 +17,7 @@ from trainer.contract.whole_files import apply_umask
 def check_output(output: Path) -> None:
     """Raise UserError unless `output` is new or empty, is writable, and is not in an active run's folder."""
     if output.name in ("", ".."):
-        raise UserError(f"{output}: not the name of a new folder; pass one with --output")
+        raise UserError(f"{output}: is not a folder name; pass the name of a new folder with --output")
     try:
         occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
         os.lstat(output.with_name(f".writing-{output.name}"))
@@ -39,7 +39,7 @@ def _check_no_run_in(output: Path) -> None:
         try:
             holder = describe_live_holder(folder)
         except OSError:
-            continue  # this user may not read that parent folder
+            continue  # no permission to read this parent folder
         if holder is not None:
             raise UserError(
                 f"{output}: a run is training in {folder} ({holder}) and may delete files there; "
@@ -49,9 +49,9 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output` that is deleted afterwards; keep results by `move_into_place`.
+    """Yield a temporary folder next to `output`, deleted afterwards; keep results with `move_into_place`.
 
-    Raises UserError if the folder cannot be created, and RuntimeError (which names the disk) if writing fails.
+    Raises UserError if the folder cannot be created, and RuntimeError with the disk's free space if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -68,9 +68,8 @@ def temporary_output(output: Path) -> Iterator[Path]:
         reason = disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)
         if reason is None:
             raise
-        raise RuntimeError(
-            f"{output}: cannot be written ({reason}); {describe_disk(output)}; make room, or use another with --output"
-        ) from None
+        problem = f"{output}: cannot be written ({reason}; {describe_disk(output)})"
+        raise RuntimeError(f"{problem}; free some space, or use another disk with --output") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

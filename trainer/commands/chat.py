@@ -1,4 +1,4 @@
-"""`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
+"""`zerolora chat RUN`: chat with a trained adapter, with streamed answers."""
 
 import sys
 from dataclasses import dataclass, field
@@ -34,14 +34,14 @@ class Conversation:
     tokenizer: Any
     sampling: Sampling
     section: DatasetSection
-    text: str | None
+    prompt_form: str | None
     """Format of plain-text prompts, which are answered independently; None for the chat template."""
     images: PromptImages | None = None
     """Images shown before the first turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Answer a turn, streaming the answer. Raises UserError if this turn alone does not fit in the context."""
+        """Stream the answer to `question`. Raises UserError if the question alone does not fit in the context."""
         if self.images is not None and not self.turns:
             question = IMAGE * len(self.images.stored) + question
         turns = [*self.turns, {"role": "user", "content": question}]
@@ -51,21 +51,21 @@ class Conversation:
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
-        """Return the token ids [1, T] of as many latest turns as leave room for an answer, and their images."""
+        """Return the token ids [1, T] of the latest turns that leave room for an answer, and their images."""
         longest = context_length(self.model.config) or sys.maxsize
-        room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be truncated
-        kept = turns if self.text is None else turns[-1:]
+        room = min(self.sampling.max_new_tokens, longest // 4)  # a longer answer may be truncated
+        recent = turns if self.prompt_form is None else turns[-1:]
         while True:
-            prompt = kept if self.text is None else kept[-1]["content"]
-            images = self.images if len(kept) == len(turns) else None
-            row = encode_prompt(self.tokenizer, self.section, prompt, self.text, images)
-            if row.shape[1] + room <= longest or len(kept) == 1:
+            prompt = recent if self.prompt_form is None else recent[-1]["content"]
+            images = self.images if len(recent) == len(turns) else None
+            row = encode_prompt(self.tokenizer, self.section, prompt, self.prompt_form, images)
+            if row.shape[1] + room <= longest or len(recent) == 1:
                 break
-            kept = kept[2:]
+            recent = recent[2:]
         if row.shape[1] >= longest:
             raise UserError(f"the turn has {row.shape[1]} tokens, and the model's context is {longest}; shorten it")
-        if self.text is None and len(kept) < len(turns):
-            print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
+        if self.prompt_form is None and len(recent) < len(turns):
+            print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images
 
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)
-    if text is not None:
+    model, tokenizer, section, prompt_form, images = load_for_prompts(arguments, both=False)
+    if prompt_form is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
-    converse(Conversation(model, tokenizer, sampling, section, text, images))
+    converse(Conversation(model, tokenizer, sampling, section, prompt_form, images))

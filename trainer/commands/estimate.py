@@ -22,7 +22,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config, rep
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data.step_count import count_steps, steps_line
+from trainer.data.step_count import count_steps, describe_steps
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
@@ -51,7 +51,9 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     return int(size)
 
 
-def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
+def build_report(
+    planner: Planner, config: RunConfig, memory: int, notes: list[str]
+) -> tuple[dict[str, Any], RunConfig]:
     """Return the command's output as values for JSON, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
@@ -73,7 +75,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
         "sample": sample,
-        "steps": None if config.runs or count_steps(*counts) is None else steps_line(*counts),
+        "steps": None if config.runs or count_steps(*counts) is None else describe_steps(*counts),
         "estimate": estimate.to_json(),
         "bytes_received": planner.bytes_received(resolved),
         "fits": estimate.needed <= memory,
@@ -91,7 +93,7 @@ def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
-    """Return the largest micro-batch that fits with a reserve, or a larger configured one that fits without."""
+    """Return the largest batch_size that fits with a reserve, or the configured one if it is larger and fits."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.find_largest_batch(config, memory))
 
@@ -161,9 +163,9 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
-    gpus_help = "number of GPUs, one rank each (default: those of this machine, or 1)"
+    gpus_help = "number of GPUs, one rank each (default: the GPUs of this machine, or 1)"
     parser.add_argument("--gpus", type=positive_int, help=gpus_help)
-    parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
+    parser.add_argument("--gpus-per-host", type=int, help="GPUs per host (default: all GPUs are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each GPU, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")
     parser.add_argument("--max-length", choices=["auto"], help="print only the longest sequence that fits")
@@ -192,9 +194,9 @@ def main(argv: list[str] | None = None) -> None:
     context = context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = config.fit_max_length(context)
     if config.runs:
-        notes.append(f"{len(config.runs)} adapters: one with the sum of their ranks, and the rows of all")
+        notes.append(f"{len(config.runs)} adapters: estimated as one, with the sum of their ranks and the rows of all")
     if arguments.max_length and not planner.has_sequences:
-        raise UserError("--max-length auto: an image model has no sequences; remove it")
+        raise UserError("--max-length auto: image models have no sequences; remove the option")
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
         card = REFERENCE_CARD if arguments.card is None else arguments.card
@@ -203,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
         print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, card, context)))
         return
-    result, resolved = report(planner, config, memory, [*loaded.notes, *notes])
+    result, resolved = build_report(planner, config, memory, [*loaded.notes, *notes])
     result["speed"] = speed.predict(planner, resolved, arguments)
     result["gpu_is_assumed"] = arguments.gpu_memory is None
     if arguments.json:

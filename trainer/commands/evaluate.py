@@ -28,9 +28,9 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     default_device,
     find_run,
+    load_saved_tokenizer,
     load_trained,
     quiet_libraries,
-    saved_tokenizer,
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
@@ -85,7 +85,7 @@ def evaluate(
     seed: int,
     images: ImageReader | None = None,
 ) -> dict[str, Any]:
-    """Return the losses of a PEFT model with and without its adapter on the same documents, as values for JSON.
+    """Return the losses of a PEFT model with and without its adapter on the same documents, as JSON values.
 
     `difference` is adapter minus base; its perplexity_ratio is the perplexity of the adapter divided by the base's.
     """
@@ -149,31 +149,30 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
             documents[2 * start : 2 * (start + batch_size)], pad_token_id, packed=False, flat=False, pairs=True
         )
         assert isinstance(batch, PairBatch)
-        batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # splitting drops them
+        batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # dropped by split_documents
         for context in (model.disable_adapter, nullcontext):
             with context():
                 parts.append(loss.measure_pairs(model, batch, model.device).double())
     return torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
 
 
-def held_out_samples(
+def load_held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the run's held-out samples, or all samples of `data`, and whether they are pairs of answers.
+    """Return the run's held-out samples, or all samples of `data` read with its settings; and whether they are pairs.
 
-    They are read with the run's settings.
-    Raises UserError if there are neither held-out samples nor `data`, and for data of another task.
+    Raises UserError if the run has no held-out samples and `data` is None, or if `data` is for another task.
     """
     section = run.config.dataset
     source = section.evaluation
     if data is not None:
         original = source or (section.mix[0] if section.mix else section)
-        kept = {name: getattr(original, name) for name in ("format", "fields", "template")}
-        source = build_source(data, "--data", split=split or "train", **kept)
+        options = {name: getattr(original, name) for name in ("format", "fields", "template")}
+        source = build_source(data, "--data", split=split or "train", **options)
     elif split is not None:
-        raise UserError(f"--split={split}: needs --data")
+        raise UserError(f"--split={split}: needs --data; add --data FILE, or remove --split")
     elif source is None and not section.val_split:
-        raise UserError(f"{run.folder}: the run has no held-out data; pass some with --data FILE")
+        raise UserError(f"{run.folder}: the run has no held-out data; pass a data file with --data FILE")
     if source is not None:
         reset = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
         fields = {name: getattr(source, name) for name in SourceSection.model_fields}
@@ -212,12 +211,12 @@ def _measure_documents(
             batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
             for row, context in enumerate((model.disable_adapter, nullcontext)):
                 with context():
-                    sums[row, indices] = row_losses(model, batch).cpu().numpy()
+                    sums[row, indices] = compute_row_losses(model, batch).cpu().numpy()
     return sums
 
 
 @torch.no_grad()
-def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
+def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the summed token losses of each row of a micro-batch (nats, fp64, [B])."""
     return TokenLoss(model).compute_by_row(model, batch, model.device)
 
@@ -275,7 +274,7 @@ def _check_task_options(arguments: argparse.Namespace) -> None:
     for name in ("num_fewshot", "limit", "apply_chat_template"):
         value = getattr(arguments, name)
         if arguments.tasks is None and value is not None and value is not False:
-            raise UserError(f"--{name.replace('_', '-')}: needs --tasks; add it, or remove this")
+            raise UserError(f"--{name.replace('_', '-')}: needs --tasks; add --tasks, or remove this option")
 
 
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
@@ -310,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "eval")
     config = run.config
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:
@@ -327,7 +326,7 @@ def _measure_held_out(
 ) -> dict[str, Any]:
     config = run.config
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer)
-    samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
+    samples, has_pairs = load_held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     device = default_device()
     model = load_trained(run, tokenizer, device)
     options: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}

@@ -28,9 +28,9 @@ from trainer.checkpoint.finished_run import (
     default_device,
     find_prompt_form,
     find_run,
+    load_saved_tokenizer,
     load_trained,
     quiet_libraries,
-    saved_tokenizer,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.command_line import positive_int
@@ -59,7 +59,7 @@ class AnswerStreamer(TextStreamer):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled; at temperature 0, greedily."""
+    """How answers are sampled; temperature 0 is greedy decoding."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model for inference; unless `both`, merge its adapter (16 or 32-bit weights) or fuse it."""
+    """Load the trained model; unless `both` models answer, merge the adapter into 16 or 32-bit weights or fuse it."""
     model = load_trained(run, tokenizer, default_device())
     if both:
         return model
@@ -146,7 +146,7 @@ def load_for_prompts(
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_unsupported(run, "generate")
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:
@@ -206,7 +206,7 @@ def replace_invalid(prompt: Prompt) -> Prompt:
         return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
-        print(f"note: {shown(text)!r} is not valid Unicode; invalid parts are replaced by \ufffd", file=sys.stderr)
+        print(f"note: {shown(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd", file=sys.stderr)
     return text
 
 
@@ -220,7 +220,7 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
     parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
-    help_ = "image shown before the prompt, for models of text and images; may be repeated"
+    help_ = "image shown before the prompt, for vision-language models; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
@@ -235,14 +235,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a separate conversation")
     add_answer_options(parser, Sampling())
-    parser.add_argument("--base", action="store_true", help="show the base model's answer as well")
+    parser.add_argument("--base", action="store_true", help="also show the base model's answer")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="N", help="prompts per batch (1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
-        raise UserError("--image: is shown before each PROMPT, one at a time; remove --batch-size, --prompts and --raw")
+        raise UserError(
+            "--image: works only with PROMPT arguments, one at a time; remove --batch-size, --prompts and --raw"
+        )
     if arguments.raw and arguments.system is not None:
-        raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one")
+        raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
     arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
@@ -257,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     if arguments.file is not None and not listed:
-        raise UserError(f"--prompts={arguments.file}: holds no prompt; write one on each line")
+        raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")
     model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
@@ -270,19 +272,19 @@ def main(argv: list[str] | None = None) -> None:
     rows = encode_prompts(prompts, encode, context_length(model.config), failed)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
-    streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
-    streamer = AnswerStreamer(tokenizer) if streams else None
+    is_streaming = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
+    streamer = AnswerStreamer(tokenizer) if is_streaming else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
     answer = partial(generate_answers, model, tokenizer, sampling=arguments.sampling, streamer=streamer, images=images)
     while batch := list(islice(rows, arguments.batch_size)):
-        if len(listed) > 1 and streams:
+        if len(listed) > 1 and is_streaming:
             console.print(Text(f"> {printable(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)
         try:
             tokens = [row for _, row in batch]
             answers = {name: answer(tokens, with_adapter=with_adapter) for name, with_adapter in names.items()}
         except KeyboardInterrupt:
             return
-        if streams:
+        if is_streaming:
             continue
         for index, (prompt, _) in enumerate(batch):
             if len(listed) > 1:

@@ -1,4 +1,4 @@
-"""`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as the model is trained on it.
+"""`zerolora inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data that the model is trained on.
 
 For text: examples with trained tokens in color (in ⟦brackets⟧ without colors), and with their weight if it is below 1;
 the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For

@@ -42,16 +42,20 @@ class IntegerMerge:
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def round(self, adapted: Any) -> None:
-        """Replace each adapted W by Q(W + s B A) and zero B.
+        """Replace each adapted W with Q(W + s B A) and zero B.
 
         Raises UserError if no layer is adapted, or if one cannot be rounded.
         """
         layers = find_adapted_linears(adapted)
         if not layers:
-            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter to round; merge without it")
+            raise UserError(
+                f"--quantize={self.kind}: no linear layer has an adapter to round; merge without --quantize"
+            )
         for path, layer in layers.items():
             if reason := explain_not_rounded(layer):
-                raise UserError(f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without it")
+                raise UserError(
+                    f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without --quantize"
+                )
         widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
         self._form = choose_integer_form(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
@@ -76,9 +80,8 @@ class IntegerMerge:
         values: dict[str, Tensor] = dict(model.state_dict())
         for path, (numbers, scales) in self._layers.items():
             if not torch.isfinite(scales).all():
-                raise RuntimeError(
-                    f"{path} is not finite in {self.dtype}; lower the learning rate, or use --dtype bf16"
-                )
+                problem = f"{path}: merged weights are not finite in {self.dtype}"
+                raise RuntimeError(f"{problem}; lower the learning rate, or use --dtype bf16")
             values.pop(f"{path}.weight")
             values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
             values[f"{path}.weight_scale"] = scales

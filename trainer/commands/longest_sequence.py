@@ -16,14 +16,14 @@ STEP, PRECISION = 256, 64
 def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, int]:
     """Return the longest sequence for each number of GPUs that share it (1, configured, all); 0 if none fits.
 
-    Host memory is taken from `planner.machine`. Other settings and `auto` apply as configured, with one row.
+    The micro-batch is one row; all other settings, including `auto`, apply as configured.
     """
     longest = {}
     for size in dict.fromkeys((1, config.parallel.sequence, planner.machine.world_size)):
         try:
             if size > 1:
                 check_shareable(size, planner.shapes.model)
-            longest[size] = _find(planner, _share_sequence(config, size), memory)
+            longest[size] = _find_longest(planner, _share_sequence(config, size), memory)
         except UserError:
             if size == config.parallel.sequence:
                 raise
@@ -54,7 +54,7 @@ def _resolve_length(planner: Planner, config: RunConfig, length: int, memory: in
     return planner, planner.resolve(apply_changes(config, {"dataset.max_length": length}), memory)
 
 
-def _find(planner: Planner, config: RunConfig, memory: int) -> int:
+def _find_longest(planner: Planner, config: RunConfig, memory: int) -> int:
     fits, too_long = 0, SHORTEST
     while too_long <= LONGEST and _fits(planner, config, too_long, memory):
         fits, too_long = too_long, 2 * too_long

@@ -22,11 +22,11 @@ def main(argv: list[str] | None = None) -> None:
         "--dtype",
         choices=("auto", "stored", *DTYPES),
         default="auto",
-        help="dtype of the weights (auto: that of config.json, with --quantize that of training; stored: the base's 4 "
-        "bits)",
+        help="dtype of the weights (auto: the dtype in config.json, or with --quantize the training dtype; stored: "
+        "the base's 4-bit format)",
     )
     parser.add_argument(
-        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
+        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor for the adapter's update (1)"
     )
     parser.add_argument(
         "--quantize",

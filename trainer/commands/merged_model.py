@@ -14,7 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.checkpoint.finished_run import FinishedRun, attach_adapter, default_device, load_full_base, saved_tokenizer
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    attach_adapter,
+    default_device,
+    load_full_base,
+    load_saved_tokenizer,
+)
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.integers import IntegerMerge
@@ -45,8 +51,8 @@ def merge(
     `scale`: factor for the adapter's update.
     `quantize`: integer format of the adapted layers (trainer/commands/integers.py).
 
-    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if the disk is full,
-    or the files differ from memory or are not finite.
+    Raises UserError if `output` is not empty, or if the base is quantized; RuntimeError if the disk is full,
+    or if the files differ from memory or are not finite.
     """
     check_output(output)
     merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
@@ -57,16 +63,18 @@ def merge(
 
 
 def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build the rounding of the adapted layers; `dtype` `auto` is the training dtype.
+    """Return what rounds the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
     if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
-        raise UserError(f"--quantize={kind}: the base is stored in MXFP4, which is kept; merge without it")
+        raise UserError(
+            f"--quantize={kind}: the base is stored in MXFP4, and merging keeps that format; merge without --quantize"
+        )
     qat = run.config.training.qat
     if qat != kind:
         how = "not trained for integers" if qat is None else f"trained for {qat}"
-        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more accuracy", file=sys.stderr)
+        print(f"note: the run was {how} (training.qat); rounding after training loses more accuracy", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
     return IntegerMerge(kind, _choose_dtype(run, dtype), default_device())
@@ -79,12 +87,12 @@ def build_merged(
 
     Raises UserError if the base is not in full precision.
     """
-    tokenizer = saved_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
     torch_dtype = _choose_dtype(run, dtype)  # refuses a quantized base
     torch_dtype = torch_dtype if integers is None else integers.dtype
     base = load_full_base(run, torch_dtype)
-    types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
+    types = {name: tensor.dtype for name, tensor in (*base.named_parameters(), *base.named_buffers())}
     # With a 32-bit adapter only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
@@ -93,9 +101,9 @@ def build_merged(
     if integers is not None:
         integers.round(adapted)
     model = adapted.merge_and_unload()
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
-        if each.is_floating_point():
-            each.data = each.data.to(types.get(name, torch_dtype))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(types.get(name, torch_dtype))
     model.config.use_cache = True  # disabled in training
     if integers is not None:
         return model, tokenizer, integers.build_state_dict(model)
@@ -135,17 +143,17 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """
     config = load_model_config(run.config.base_model, run.config.model)
-    kept = find_stored_form(config)
-    if dtype == "stored" and not isinstance(kept, FourBitForm):
+    stored_form = find_stored_form(config)
+    if dtype == "stored" and not isinstance(stored_form, FourBitForm):
         raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
-    if isinstance(kept, Fp8Form) and dtype == "auto":
+    if isinstance(stored_form, Fp8Form) and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round away most of the adapter; pass "
             f"the 16-bit model with --base-model and {ALLOW}, or merge into the dequantized weights with --dtype bf16"
         )
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and kept is None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and stored_form is None:
         raise UserError(
-            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; pass the "
+            f"base_model={run.config.base_model}: is quantized, and merging needs full precision; pass the "
             f"original model with --base-model and {ALLOW}"
         )
     if dtype not in ("auto", "stored"):
@@ -158,7 +166,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
     """Read the saved files back tensor by tensor. Raises RuntimeError if one is missing, differs or is not finite.
 
-    `values` is the saved state dict, if not the model's own.
+    `values` is the saved state dict if it is not the model's own.
     """
     expected = model.state_dict() if values is None else values
     stored_elements = 0
@@ -168,7 +176,9 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
                 value = handle.get_tensor(name)
                 stored_elements += value.numel()
                 if value.is_floating_point() and not torch.isfinite(value.float()).all():
-                    raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
+                    raise RuntimeError(
+                        f"{name}: merged weights are not finite in {value.dtype}; merge with --dtype bf16 or fp32"
+                    )
                 # transformers stores some layers (experts) under names that differ from those in memory.
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} differs from the merged weight; check the disk")
@@ -207,7 +217,7 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
             lost += float((written - exact).square().sum())
             for part, value in zip((BLOCKS, SCALES), quantized, strict=True):
                 parts[part].append(value)
-        values |= {name + part: torch.stack(each) for part, each in parts.items()}
+        values |= {name + part: torch.stack(tensors) for part, tensors in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
     print(_describe_error("experts", "MXFP4", changed, lost, size), file=sys.stderr)
     return values
@@ -240,7 +250,7 @@ def _describe_error(weights: str, form: str, changed: float, lost: float, size: 
     if not changed:
         return f"{weights}: unchanged, in {form}"
     return (
-        f"{weights}: requantized to {form}, as in the base: rounding changes the merged weights by "
-        f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
-        "them unrounded"
+        f"{weights}: requantized to the base's {form}; rounding changes the merged weights by "
+        f"{(lost / size) ** 0.5:.2%}, the adapter by {(changed / size) ** 0.5:.2%}; to write "
+        "them unrounded, use --dtype bf16"
     )

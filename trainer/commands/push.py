@@ -50,7 +50,7 @@ def read_records(run: FinishedRun) -> list[Record]:
     try:
         records = read_metrics(run.run_dir)
     except UserError:
-        return []  # the card then has no results
+        return []  # the model card then has no results
     last = checkpoint_step(run.folder.resolve()) if run.folder != run.run_dir else None
     return [record for record in records if last is None or (record["step"] or 0) <= last]
 
@@ -58,7 +58,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Create the repository if necessary and commit `folder` to it; return its URL.
 
-    Raises UserError, without any part of the token, if the hub is unreachable or refuses.
+    Raises UserError if the hub is unreachable or refuses; the message contains no part of the token.
     """
     disable_progress_bars()
     api = HfApi()
@@ -83,7 +83,7 @@ def _explain_refusal(status: int) -> str:
         403: "the token may not write there; use your own namespace, and a token with write access",
         404: "no such user or organization on the hub; check the name before the slash",
     }
-    return reasons.get(status, f"the hub refused (HTTP {status}); try again later")
+    return reasons.get(status, f"the hub refused the upload (HTTP {status}); try again later")
 
 
 @reports_errors()
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.dry_run and get_token() is None:
         raise UserError(f"{repo}: not logged in to the hub; {LOGIN}")
     if not arguments.dry_run and is_offline_mode():
-        raise UserError(f"{repo}: HF_HUB_OFFLINE turns the hub off; unset it")
+        raise UserError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload")
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
         files = stage_files(run, repo, folder)

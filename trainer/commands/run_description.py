@@ -5,7 +5,12 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch, step_warnings, steps_line
+from trainer.data.step_count import (
+    describe_steps,
+    list_step_warnings,
+    resolve_eval_and_save_steps,
+    resolve_global_batch,
+)
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, list_rank_warnings
 from trainer.model.stored_settings import find_stored_form
 from trainer.model.targets import describe_unadapted_layers
@@ -14,7 +19,7 @@ from trainer.setup.kinds import find_model_kind
 
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
-    """Return lines of the form `name: text` that describe the run with this model, data and number of ranks."""
+    """Return lines such as `steps: 100` that describe the run with this model, data and number of ranks."""
     if config.runs:
         by_run = [describe_run(run, data, ranks) for run, data in zip(config.runs, prepared.adapters, strict=True)]
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]
@@ -35,8 +40,8 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
-    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}")
-    lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
+    lines.append(f"steps: {describe_steps(resolved.training, samples, ranks)}")
+    lines += [f"warning: {warning}" for warning in list_step_warnings(resolved, samples, ranks)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 

@@ -24,7 +24,7 @@ SERVERS = (*MODULES, "llama.cpp")
 PROGRAM = "llama-server"
 """llama.cpp's server."""
 FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
-"""A program that prints the names of installed modules."""
+"""Program that prints which of the modules in its arguments are installed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
         return [*server.command, model_option, str(model), "--served-model-name", name]
     if scaling := run.config.model.rope_scaling:
         raise UserError(
-            f"model.rope_scaling.type={scaling.type}: the server would serve the base without it; pass --merged"
+            f"model.rope_scaling.type={scaling.type}: the server would load the base without it; pass --merged"
         )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
     command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]

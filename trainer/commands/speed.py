@@ -18,24 +18,24 @@ BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that request a prediction."""
     parser.add_argument(
-        "--network", help="also predict the speed, for this bandwidth per GPU between hosts, such as 50GB/s"
+        "--network", help="also predict the speed, with this bandwidth per GPU between hosts, such as 50GB/s"
     )
-    parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
+    parser.add_argument("--price", type=float, help="also predict the cost of the run, with this price per GPU hour")
     parser.add_argument("--card", help=f"predict the speed on this card (default: {REFERENCE_CARD})")
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the predicted speed, time and cost of a resolved configuration; None without these options."""
+    """Return the predicted speed, time and cost of a resolved configuration; None if none of these options is used."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
     network = find_network(planner, arguments)
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
-        raise UserError("--network: missing, and GPUs are on several hosts; add it, such as --network 50GB/s")
+        raise UserError("--network: missing, but the GPUs are on several hosts; add it, such as --network 50GB/s")
     if not find_model_kind(config).task(config).predicts_time:
         fix = "estimate without --network, --price and --card"
-        raise UserError(f"--network: only the speed of task: language is predicted; {fix}")
+        raise UserError(f"task={config.task}: its speed cannot be predicted; {fix}")
     card = arguments.card or REFERENCE_CARD
     step, note = predict_step(planner, config, card, network)
     gpus, training = planner.machine.world_size, config.training
@@ -46,7 +46,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         "note": note,
         "step_s": step.total,
         "parts_s": step.parts,
-        "collectives": [asdict(each) for each in step.collectives],
+        "collectives": [asdict(collective) for collective in step.collectives],
         "tokens_per_s": step.tokens * gpus / step.total,
         "hours": hours,
         "cost": None if hours is None or arguments.price is None else hours * gpus * arguments.price,
@@ -79,9 +79,11 @@ def describe(prediction: dict[str, Any], gpus: int) -> list[str]:
         f"predicted on {gpus} x {prediction['card']}: {speed:,.0f} tokens/s, {speed / gpus:,.0f} per GPU; "
         f"a step {step_ms:.1f} ms ({parts})"
     ]
-    for each in prediction["collectives"]:
-        size, duration = each["bytes_received"] / 1e6, each["seconds"] * 1e3
-        lines.append(f"{each['per_step']} x {each['name']}: a GPU receives {size:.1f} MB in {duration:.2f} ms")
+    for collective in prediction["collectives"]:
+        size, duration = collective["bytes_received"] / 1e6, collective["seconds"] * 1e3
+        lines.append(
+            f"{collective['per_step']} x {collective['name']}: {size:.1f} MB received per GPU in {duration:.2f} ms"
+        )
     if prediction["note"]:
         lines.append(f"note: {prediction['note']}")
     if prediction["hours"] is not None:

@@ -1,6 +1,6 @@
 """`zerolora init --model M --data D --gpus N`: write a configuration for this model, data and GPUs, with reasons.
 
-The data is tokenized into the cache to get its lengths; for the estimate the model is built without weights. The rules
+The data is tokenized into the cache to get its lengths, and the model is built without weights. The rules
 follow "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, about ten times the learning
 rate of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
 """
@@ -40,8 +40,8 @@ from trainer.model.base import context_length, empty_model, load_model_config
 from trainer.model.expert_layers import expert_modules, expert_width, experts_per_token
 from trainer.setup.preflight import prepare
 
-LONGEST_READ = 16_384
-UNCUT_FRACTION = 0.995
+MAX_READ_LENGTH = 16_384
+MIN_UNTRUNCATED_FRACTION = 0.995
 """Minimum fraction of documents that are not truncated."""
 PACK_LENGTH = 2048
 RANKS = (16, 32, 64, 128)
@@ -98,7 +98,7 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
         "adapter": ("lora", ""),
         "dataset.path": (request.data, ""),
     }
-    longest = {"dataset.max_length": (min(context or LONGEST_READ, LONGEST_READ), "")}
+    longest = {"dataset.max_length": (min(context or MAX_READ_LENGTH, MAX_READ_LENGTH), "")}
     prepared = prepare(_build_config(settings | longest), to_train=False)
     profile = _build_profile(prepared, context)
     documents = len(profile.tokens)
@@ -118,7 +118,7 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     why = f"small batches suit adapters: {steps:,} steps of {batch} sequences"
     settings["training.global_batch_size"] = (batch, why)
     settings["training.learning_rate"] = _choose_learning_rate(profile, steps)
-    settings |= _evaluation_settings(has_held_out="dataset.val_split" in settings)
+    settings |= _choose_evaluation(has_held_out="dataset.val_split" in settings)
     settings["base_model"] = (request.model, f"{profile.parameters / 1e6:,.1f} million parameters")
     return settings, warnings
 
@@ -168,7 +168,7 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
 
 def _choose_data(settings: Settings, request: Request, profile: Profile) -> None:
     documents, total = len(profile.tokens), int(profile.tokens.sum())
-    needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
+    needed = int(np.quantile(profile.tokens, MIN_UNTRUNCATED_FRACTION, method="higher"))
     context = profile.context or sys.maxsize
     length = min(-(-needed // 64) * 64, context)
     pack = min(max(length, PACK_LENGTH), context)
@@ -178,10 +178,10 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
     length = pack if packs else length
     cut = int((profile.tokens > length).sum())
     held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
-    middle, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
+    median, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
     why = f"{documents:,} documents, {total:,} tokens, {int(profile.targets.sum()):,} of them trained"
     settings["dataset.path"] = (request.data, why)
-    why = f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated"
+    why = f"the median document has {median:,} tokens, the longest {longest:,}; {cut:,} are truncated"
     settings["dataset.max_length"] = (length, why)
     if packs:
         why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence"
@@ -256,7 +256,7 @@ def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
     return float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
 
 
-def _evaluation_settings(*, has_held_out: bool) -> Settings:
+def _choose_evaluation(*, has_held_out: bool) -> Settings:
     if not has_held_out:
         return {"training.saves_per_epoch": (1, "too few documents for evaluation")}
     return {

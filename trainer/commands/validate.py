@@ -9,7 +9,7 @@ writes nothing to the run's folder.
 import os
 import shlex
 
-from trainer.checkpoint.output_folder import check_early, find_obstacle
+from trainer.checkpoint.output_folder import check_early, find_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resume: from {resumption.checkpoint}")
     for note in resumption.notes:
         print(f"resume: {note}")
-    problem = find_obstacle(loaded.config)
+    problem = find_output_problem(loaded.config)
     if problem:
         print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:

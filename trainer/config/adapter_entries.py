@@ -30,10 +30,12 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
     for index, entry in enumerate(adapters):
         name = entry.get("name")
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+,-]{0,99}", name):
-            fix = "write `name: ...` with letters, digits and . , _ - = +, the name of its folder"
+            fix = "write `name: NAME` with letters, digits and . , _ - = + only; it also names the folder"
             yield Mistake(f"adapters.{index}.name", name, "must name the adapter", fix)
         elif name.lower() in names or re.fullmatch(r"logs|checkpoint-\d+", name):
-            yield Mistake(f"adapters.{index}.name", name, "is already used", "give each adapter a different name")
+            yield Mistake(
+                f"adapters.{index}.name", name, "is reserved or already used", "give each adapter a different name"
+            )
         names.add(str(name).lower())
         for dotted, value in flatten_entry(entry):
             is_setting = dotted != "name" and dotted.split(".")[0] in RunConfig.model_fields

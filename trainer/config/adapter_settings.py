@@ -11,7 +11,7 @@ from trainer.config.sections import RunConfig
 
 SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision")
-"""Names of the modules that map features of images to the embeddings of a language model."""
+"""Names of modules that map image features to the embeddings of a language model."""
 Names = list[str] | str | None
 Number = int | Annotated[float, Field(allow_inf_nan=False)]
 Rank = Annotated[int, Field(gt=0)]
@@ -41,7 +41,7 @@ class AdapterSettings(BaseModel):
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the LoRA adapter in a folder, without defaults.
 
-    Raises UserError if they are missing, damaged, or of another type of adapter.
+    Raises UserError if they are missing or damaged, or if the adapter is of another type.
     """
     try:
         settings: AdapterSettings = read_json(folder / SETTINGS_FILE, AdapterSettings)

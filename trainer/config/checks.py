@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import MISSING_DATA, Mistake, UserError, shown
+from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.needs import find_unused_settings, unused_mistake
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
 from trainer.config.types import AUTO
-from trainer.config.zero import check_extra, find_layer_gather_obstacle, gathers_by_layer
+from trainer.config.zero import check_extra, find_layer_gather_problem, gathers_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
@@ -26,7 +26,7 @@ RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
 DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_by_layer,
-    "layer_gather_obstacle": find_layer_gather_obstacle,
+    "layer_gather_problem": find_layer_gather_problem,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
     "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
@@ -92,15 +92,15 @@ def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting of the batch layout in which adapters differ."""
+    """Yield a mistake for each batch layout setting that is not the same for all adapters."""
     for index, run in enumerate(config.runs):
         for name in ("dataset.packing", "training.gradient_accumulation_steps"):
-            if (value := _read(run, name)) != (first := _read(config.runs[0], name)):
-                fix = f"use {shown(first)}, as for {config.adapters[0].get('name')}, or train them separately"
+            if (value := _read_value(run, name)) != (first := _read_value(config.runs[0], name)):
+                fix = f"use {shown(first)}, as in adapter {config.adapters[0].get('name')}, or train them separately"
                 yield Mistake(f"adapters.{index}.{name}", value, "must be the same for all adapters of a run", fix)
 
 
-def find_feature_obstacle(feature: Literal["graphs", "tiles"], config: RunConfig) -> tuple[str, str] | None:
+def find_feature_problem(feature: Literal["graphs", "tiles"], config: RunConfig) -> tuple[str, str] | None:
     """Return the setting that rules out CUDA graphs or tiles of gated MLPs, and why; None if they are possible."""
     return next(((mistake.setting, mistake.problem) for mistake in _apply_rules(feature, config)), None)
 
@@ -116,14 +116,14 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
         broken = [name for name, values in rule.get("never", {}).items() if _matches(config, name, values)]
         broken += [name for name, values in only.items() if not _matches(config, name, values)]
         for name in [*broken, *([rule["report"]] if "report" in rule else [])]:
-            allowed = " or ".join(map(shown, only.get(name, ())))
-            problem, fix = (_fill(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
+            allowed = join_choices(map(shown, only.get(name, ())))
+            problem, fix = (_fill_placeholders(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
             involves = " ".join([*when, *unless, rule.get("involves", "")])
-            value = _read(config, name)
+            value = _read_value(config, name)
             yield Mistake(name, f"{value:g}" if isinstance(value, float) else value, problem, fix, involves)
 
 
-def _read(config: RunConfig, name: str) -> Any:
+def _read_value(config: RunConfig, name: str) -> Any:
     """Return the value of a setting, or one that is derived from settings."""
     if name in DERIVED:
         return DERIVED[name](config)
@@ -134,14 +134,16 @@ def _read(config: RunConfig, name: str) -> Any:
 
 
 def _matches(config: RunConfig, name: str, values: Collection[Any]) -> bool:
-    value = _read(config, name)
+    value = _read_value(config, name)
     if isinstance(value, (tuple, Mapping)):
-        return list(value) in values or any(each in values for each in value)
+        return list(value) in values or any(element in values for element in value)
     return value in values
 
 
-def _fill(text: str, allowed: str, config: RunConfig) -> str:
-    return re.sub(r"\{([a-z_.]+)\}", lambda match: shown(_read(config, match[1])), text.replace("{allowed}", allowed))
+def _fill_placeholders(text: str, allowed: str, config: RunConfig) -> str:
+    return re.sub(
+        r"\{([a-z_.]+)\}", lambda match: shown(_read_value(config, match[1])), text.replace("{allowed}", allowed)
+    )
 
 
 def _check_data(config: RunConfig) -> Iterator[Mistake]:
@@ -156,19 +158,21 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
         if not source.path and label != "dataset":
             yield Mistake(f"{label}.path", None, "missing", "use a file, a folder or a dataset on the hub")
         if source.weight != 1.0 and not label.startswith("dataset.mix"):
-            problem = "only sources of dataset.mix have weights"
+            problem = "only applies to sources of dataset.mix"
             yield Mistake(f"{label}.weight", f"{source.weight:g}", problem, "remove it")
         if source.format == "custom" and not (source.template and "completion" in source.fields):
-            problem = f"needs {label}.template with {{field}} marks and {label}.fields.completion"
+            problem = f"needs {label}.template with {{field}} placeholders and {label}.fields.completion"
             yield Mistake(f"{label}.format", "custom", problem, involves=f"{label}.template {label}.fields.completion")
         if unknown := [role for role in source.roles if role not in ROLES]:
             fix = f"list your names under {', '.join(ROLES)}"
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
         counts = Counter(name for names in source.roles.values() for name in {*names})
         for name in [name for name, count in counts.items() if count > 1]:
-            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "keep one of them")
+            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "list it once")
     if set(data.train_on) - {*ROLES, "last", "all"}:
-        yield Mistake("dataset.train_on", data.train_on, "choose from assistant, last, user, system, tool, all")
+        yield Mistake(
+            "dataset.train_on", data.train_on, "unknown role", "choose from assistant, last, user, system, tool, all"
+        )
 
 
 def _check_training(config: RunConfig) -> Iterator[Mistake]:
@@ -176,13 +180,13 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     accumulation, total = training.gradient_accumulation_steps, training.global_batch_size
     rows = accumulation * (1 if training.batch_size == AUTO else training.batch_size)
     if accumulation > 1 and total is not None and (total == AUTO or total % rows):
-        problem = f"training.global_batch_size={'auto' if total == AUTO else total} decides it"
-        name, fix = "training.gradient_accumulation_steps", "remove one, or set it to null"
+        problem = f"training.global_batch_size={'auto' if total == AUTO else total} already determines it"
+        name, fix = "training.gradient_accumulation_steps", "remove one of them, or set it to null"
         yield Mistake(name, accumulation, problem, fix, "training.global_batch_size")
-    if training.tiled_mlp not in ("auto", False) and (obstacle := find_feature_obstacle("tiles", config)):
-        yield Mistake("training.tiled_mlp", training.tiled_mlp, obstacle[1], "use auto", obstacle[0])
-    if training.cuda_graphs == "on" and (obstacle := find_feature_obstacle("graphs", config)):
-        yield Mistake("training.cuda_graphs", "on", obstacle[1], "use auto", obstacle[0])
+    if training.tiled_mlp not in ("auto", False) and (refusal := find_feature_problem("tiles", config)):
+        yield Mistake("training.tiled_mlp", training.tiled_mlp, refusal[1], "use auto", refusal[0])
+    if training.cuda_graphs == "on" and (refusal := find_feature_problem("graphs", config)):
+        yield Mistake("training.cuda_graphs", "on", refusal[1], "use auto", refusal[0])
     if training.best_checkpoint and training.eval_steps and training.save_steps % training.eval_steps:
         problem = "best_checkpoint needs an evaluation at every save"
         involves = "training.best_checkpoint training.eval_steps"
@@ -190,14 +194,14 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("training.save_steps", training.save_steps, problem, fix, involves)
     is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
     if is_stable and training.warmup_ratio + training.decay_ratio > 1:
-        why = f"with training.warmup_ratio={training.warmup_ratio:g} exceeds the whole run"
-        yield Mistake("training.decay_ratio", training.decay_ratio, why, "use fractions that add up to at most 1")
+        why = f"adds up to more than 1 with training.warmup_ratio={training.warmup_ratio:g}"
+        yield Mistake("training.decay_ratio", training.decay_ratio, why, "lower one of them")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
-        why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
+        why = f"must be below training.max_steps={training.max_steps}, so that the learning rate reaches its peak"
         yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")
     if set(config.logging.report_to) - {"tensorboard", "none", *TRACKERS}:
-        problem = f"choose from tensorboard, {', '.join(TRACKERS)}, none"
-        yield Mistake("logging.report_to", config.logging.report_to, problem)
+        fix = f"choose from tensorboard, {', '.join(TRACKERS)}, none"
+        yield Mistake("logging.report_to", config.logging.report_to, "unknown tracker", fix)
 
 
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
@@ -222,29 +226,31 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
         problem = f"must be between scu.lambda_min={scu.lambda_min} and scu.lambda_max={scu.lambda_max}"
         yield Mistake("scu.lambda_start", scu.lambda_start, problem, involves="scu.lambda_min scu.lambda_max")
     if scu.measure != "kl" and scu.target != "auto" and scu.target >= 1.0:
-        yield Mistake("scu.target", scu.target, "must be below 1, a fraction of information", "use 0.01 to start with")
+        yield Mistake(
+            "scu.target", scu.target, "must be below 1, because it is a fraction of information", "start with 0.01"
+        )
 
 
 def describe_unusual_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each valid setting far from usual values."""
+    """Return a warning for each setting that is valid but far from its usual values."""
     if config.runs:
         entries = zip(config.adapters, config.runs, strict=True)
-        return [f"{entry['name']}: {line}" for entry, run in entries for line in describe_unusual_settings(run)]
+        return [f"{entry['name']}: {warning}" for entry, run in entries for warning in describe_unusual_settings(run)]
     training, lora = config.training, config.lora
-    lines = []
+    warnings = []
     if training.learning_rate > HIGHEST_USUAL_RATE:
-        lines.append(
+        warnings.append(
             f"training.learning_rate={training.learning_rate:g}: far above the usual rates of AdamW (1e-5 to 1e-3); "
             "expect the loss to rise"
         )
     if config.adapter != "none" and lora.adapter_path is None:
         scale = lora.alpha / (lora.r**0.5 if lora.rslora else lora.r)
         if scale > LARGEST_USUAL_SCALE:
-            lines.append(
+            warnings.append(
                 f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}; 1 or 2 are usual, so "
                 "expect the loss to rise"
             )
     data, held_out = config.dataset, config.dataset.evaluation
     if held_out and all(getattr(held_out, name) == getattr(data, name) for name in ("path", "name", "split")):
-        lines.append(f"dataset.evaluation.path={held_out.path}: is the training data, so it cannot show overfitting")
-    return lines
+        warnings.append(f"dataset.evaluation.path={held_out.path}: is the training data, so it cannot show overfitting")
+    return warnings

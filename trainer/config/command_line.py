@@ -18,21 +18,23 @@ _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the name as typed and the value, in which text needs no quotes.
+    """Parse `name=value` into the typed name and the value; text values need no quotes.
 
-    Raises UserError if it is not `name=value`, or brackets are not closed.
+    Raises UserError for any other form, and for brackets that are not closed.
     """
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # Python's surrogates for other bytes
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
         raise UserError(f"{text!a}: not UTF-8; write it in UTF-8")
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
         raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
     if not all(name.split(".")):
-        better = re.sub(r"\.+", ".", name).strip(".")
-        raise UserError(f"{shown(text)}: {name} has an extra dot; write {better or 'training.epochs'}=...")
+        suggestion = re.sub(r"\.+", ".", name).strip(".")
+        raise UserError(f"{shown(text)}: {name} has an extra dot; write {suggestion or 'training.epochs'}=...")
     if name.startswith("-"):
-        raise UserError(f"{shown(text)}: settings have no dashes; write {name.lstrip('-')}={shown(value)}")
+        raise UserError(
+            f"{shown(text)}: settings are written without leading dashes; write {name.lstrip('-')}={shown(value)}"
+        )
     return name, _parse_typed(setting_type(ALIASES.get(name, name)), name, value)
 
 
@@ -53,7 +55,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
         if is_list_of_words:
             return value
         raise UserError(
-            f"{name}={shown(value)}: not valid YAML; close its brackets, quote it for the shell, put # or : in quotes"
+            f"{name}={shown(value)}: not valid YAML; close its brackets, quote it in the shell, or quote # and :"
         ) from None
 
 
@@ -69,7 +71,7 @@ def positive_int(text: str) -> int:
 
 
 def port_number(text: str) -> int:
-    """Parse a port, as the type of an argument."""
+    """Parse a port number; for use as the `type` of an argument."""
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
     return int(text)
@@ -102,11 +104,11 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with help and errors like the launcher's: boxes, and one line with exit code 2."""
+    """An argument parser with the launcher's style: help in boxes, errors in one line with exit code 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value as well, not an option
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value, not an option
 
     def add_config(self) -> None:
         """Add the arguments CONFIG and key=value."""
@@ -123,15 +125,17 @@ class CommandParser(argparse.ArgumentParser):
 
         console = Console()
         arguments, options = self._get_positional_actions(), self._get_optional_actions()
-        counts = {one.dest: getattr(one, "save_nargs", one.nargs) for one in arguments}  # saved while intermixed
-        usage = [f"[{one.metavar}]..." if counts[one.dest] == "*" else f"{{{one.metavar}}}" for one in arguments]
+        counts = {
+            action.dest: getattr(action, "save_nargs", action.nargs) for action in arguments
+        }  # saved while intermixed
+        usage = [f"[{each.metavar}]..." if counts[each.dest] == "*" else f"{{{each.metavar}}}" for each in arguments]
         with console.capture() as capture:
             for text in (" ".join(["Usage:", self.prog, "[OPTIONS]", *usage]), self.description or ""):
                 console.print(Padding(Text(text), (0, 1)), "")
             for title, actions in (("Arguments", arguments), ("Options", [*options[1:], *options[:1]])):
                 table = Table.grid("", "", *[""] * (title == "Options"), padding=(0, 2))
                 table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
-                for action in [one for one in actions if one.help != argparse.SUPPRESS]:
+                for action in [action for action in actions if action.help != argparse.SUPPRESS]:
                     names = (Text(name, "bold cyan") for name in _format_names(action))
                     table.add_row(*names, Text(_format_help(action)))
                 if actions:
@@ -143,7 +147,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
 
     def describe_error(self, message: str) -> str:
-        """Return argparse's message with its fix; for a setting typed as an option, that is the override to write."""
+        """Return argparse's message with a fix; for a setting typed as an option, the fix is the override."""
         message = re.sub(
             r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", message
         )
@@ -151,7 +155,7 @@ class CommandParser(argparse.ArgumentParser):
         takes_overrides = any(action.dest == "overrides" for action in self._actions)
         if words and takes_overrides and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
-        message = message.removesuffix(", key=value")  # which argparse takes for required
+        message = message.removesuffix(", key=value")  # argparse lists it as required
         return f"{one_line(message)}; see `{self.prog} --help`"
 
 

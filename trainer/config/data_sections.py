@@ -15,7 +15,7 @@ _TEXT = (_UNMIXED, LANGUAGE)
 def _check_fraction_or_count(value: Any) -> Any:
     """Accept a fraction of the records up to 0.5, or a whole number of records."""
     if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value % 1 != 0):
-        raise ValueError("must be 0.5 or less, a fraction of the records, or a whole number of them")
+        raise ValueError("must be a fraction of the records up to 0.5, or a whole number of records")
     return value
 
 
@@ -47,14 +47,14 @@ class SourceSection(Section):
     ], *_TEXT] = "auto"  # fmt: skip
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
-    """Your names of a format's fields, such as {prompt: question, completion: answer}."""
+    """Your names for a format's fields, such as {prompt: question, completion: answer}."""
     roles: Annotated[
         dict[str, Words],
         BeforeValidator(_check_names),
         Needs(".format", ("messages", "sharegpt", "preference", "unpaired")),
         *_TEXT,
     ] = Field(default_factory=dict)
-    """Your names of the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
+    """Your names for the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""
     template_without_input: Annotated[str | None, Needs(".template"), *_TEXT] = None
@@ -81,34 +81,34 @@ class DatasetSection(SourceSection):
     """Reaction to a record that cannot be read or does not match its format. `stop` ends the run with exit code 2,
     after saving a checkpoint if it is training. `skip` skips and counts such records."""
     max_length: Annotated[int, Field(ge=1, le=2**24), LANGUAGE] = 2048
-    """Maximum length of a sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a
-    packed sequence. The default is the model's context if that is shorter."""
+    """Maximum length of a sequence in tokens; longer sequences are cut at the end and counted. With packing, the length
+    of a packed sequence. The default is the model's context if that is shorter."""
     too_long: Annotated[Literal["cut", "drop", "split"], LANGUAGE] = "cut"
     """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
     min_pixels: Annotated[Annotated[int, Field(ge=1, le=50_000_000)] | None, LANGUAGE] = None
-    """Smallest size of an image in pixels (width x height), to which smaller ones are scaled, for models that take
-    images of any size, such as Qwen2.5-VL; default: that of the processor."""
+    """Minimum size of an image in pixels (width x height); smaller images are scaled up. For models that take images of
+    any size, such as Qwen2.5-VL; default: the processor's value."""
     max_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
-    """Largest size of an image in pixels, to which larger ones are scaled, as with `min_pixels`. In Qwen2.5-VL a token
-    covers 28 x 28 pixels."""
+    """Maximum size of an image in pixels; larger images are scaled down, for the same models as with `min_pixels`. In
+    Qwen2.5-VL a token covers 28 x 28 pixels."""
     packing: Annotated[bool, LANGUAGE] = False
     """Pack several documents into one sequence; attention, recurrent states and positions are separate for each."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"
     """Batching of sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
-    `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step;
-    the global batch stays the same, with little padding."""
+    `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step,
+    which reduces padding; the global batch stays the same."""
     train_on: Annotated[Words, LANGUAGE] = ("assistant",)
     """Roles that are trained on: assistant, user, system, tool; `last`: only the last assistant turn; or `all` text."""
     thinking: Annotated[Literal["train", "mask", "strip", "empty"], LANGUAGE] = "train"
-    """Reasoning in assistant turns of conversations. `train` it as the chat template writes it; `mask`: keep it, with
-    its tags, as text that is not trained; `strip`: remove it; `empty`: remove it, and answer after the empty thought of
-    the template's `enable_thinking: false`, in training and generation."""
+    """Reasoning in assistant turns of conversations. `train`: train it as the chat template writes it; `mask`: keep it
+    and its tags, but do not train it; `strip`: remove it; `empty`: remove it, and answer after the empty thought of the
+    template's `enable_thinking: false`, in training and generation."""
     system_prompt: Annotated[str | None, LANGUAGE] = None
-    """System prompt of records without one: a turn of conversations, the first lines of text prompts. A system turn in
-    a record's list of turns takes precedence over its `system` field."""
+    """System prompt for records without one: the first turn of conversations, the first lines of text prompts. A system
+    turn in a record's list of turns takes precedence over its `system` field."""
     chat_template: Annotated[TemplateText | None, LANGUAGE] = None
-    """A Jinja chat template, or the path of a file with one, to use instead of the tokenizer's."""
+    """A Jinja chat template, or the path of a file that contains one, to use instead of the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], LANGUAGE] = Field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false}, in training and generation."""
     streaming: Annotated[bool, LANGUAGE] = False

@@ -82,7 +82,7 @@ _PATH_FIXES = {
 
 
 def find_path_mistake(error: OSError) -> UserError | None:
-    """Convert an error for a path that may not be read or cannot exist; None for other errors.
+    """Convert an error about a path that is unreadable or impossible to a UserError; return None for other errors.
 
     Any file operation may fail like this, so commands convert the error at the end instead of checking before each one.
     """
@@ -91,7 +91,7 @@ def find_path_mistake(error: OSError) -> UserError | None:
 
 
 def describe_first(error: ValidationError) -> str:
-    """Describe the first error, preceded by the dotted name of its value, if any."""
+    """Describe the first error, preceded by the dotted name of its value if it has one."""
     first = error.errors(include_url=False)[0]
     # pydantic adds the alternative of a union to the name.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"
@@ -99,19 +99,19 @@ def describe_first(error: ValidationError) -> str:
     return f"{name}: {describe_problem(first)}" if name else describe_problem(first)
 
 
-def describe_problem(found: ErrorDetails) -> str:
+def describe_problem(error: ErrorDetails) -> str:
     """Describe pydantic's error by the values that the setting accepts."""
-    if found["type"] == "string_type" and isinstance(found["input"], (list, dict)):
-        return f"must be text, not a {'list' if isinstance(found['input'], list) else 'map'}"
-    if found["type"] == "string_type" and isinstance(found["input"], bool):
-        return f"must be text, not {str(found['input']).lower()}"
-    if template := PROBLEMS.get(found["type"]):
+    if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
+        return f"must be text, not a {'list' if isinstance(error['input'], list) else 'map'}"
+    if error["type"] == "string_type" and isinstance(error["input"], bool):
+        return f"must be text, not {str(error['input']).lower()}"
+    if template := PROBLEMS.get(error["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
-            for name, value in found.get("ctx", {}).items()
+            for name, value in error.get("ctx", {}).items()
         }
         return template.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py
-    message = found["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
 
@@ -121,6 +121,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     by_case = {candidate.lower(): candidate for candidate in candidates}
     matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=cutoff)
     return by_case[matches[0]] if matches else None
+
+
+def join_choices(choices: Iterable[str]) -> str:
+    """Join choices for a message: `a, b or c`."""
+    *others, last = [*choices] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: Any, limit: int = 80) -> str:
@@ -148,7 +154,7 @@ class Mistake:
 
     setting: str
     value: Any
-    """None if the message does not repeat it."""
+    """None if the message does not show it."""
     problem: str
     fix: str = ""
     involves: str = ""
@@ -168,7 +174,7 @@ class Mistake:
         return {self.setting, *self.involves.split()}
 
     def concerns(self, names: Collection[str]) -> bool:
-        """Return whether one of its settings, or a section of it, has one of these names."""
+        """Return whether `names` contains one of the mistake's settings or one of their sections."""
         return any(f"{setting}.".startswith(f"{name}.") for setting in self.settings for name in names)
 
 

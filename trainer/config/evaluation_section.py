@@ -1,6 +1,6 @@
 """The settings of evaluation beyond the held-out loss; the text under a field is its documentation.
 
-Names of lm-eval tasks are searched in the text of its files, because building its own index takes 15 seconds.
+Names of lm-eval tasks are searched in the text of lm-eval's files, because building its index takes 15 seconds.
 """
 
 import re
@@ -30,9 +30,9 @@ class EvaluationSection(Section):
     tasks: Annotated[Words, _WRITES] = ()
     """Tasks of lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
     num_fewshot: Annotated[Annotated[int, Field(ge=0, le=1000)] | None, _TASKS] = None
-    """Number of few-shot examples in the prompts of `tasks`, instead of each task's own."""
+    """Number of few-shot examples in the prompts of `tasks`, instead of each task's default."""
     limit: Annotated[PositiveInt | None, _TASKS] = None
-    """Maximum number of documents of each of `tasks`."""
+    """Maximum number of documents per task."""
     apply_chat_template: Annotated[bool, _TASKS] = False
     """Format the prompts of `tasks` with the tokenizer's chat template."""
     metrics: Annotated[Words, Needs("task", ("language",))] = ()
@@ -63,14 +63,14 @@ def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") ->
         raise UserError(f"{setting}={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")
     for name in names:
         if name.endswith(".yaml") and not Path(name).is_file():
-            raise UserError(f"{setting}={name}: no such file; use a YAML file or the name of a task")
+            raise UserError(f"{setting}={name}: no such file; use an existing YAML file or the name of a task")
     unknown = [name for name in names if not name.endswith(".yaml") and not set(name) & set("*?[")]
     if spec is None or not unknown:
         return
     folder = Path(*spec.submodule_search_locations or (), "tasks")
-    text = b"\n".join(each.read_bytes() for each in folder.rglob("*") if each.suffix != ".py" and each.is_file())
+    text = b"\n".join(path.read_bytes() for path in folder.rglob("*") if path.suffix != ".py" and path.is_file())
     for name in unknown:
         if name.encode() not in text:
-            near = get_close_matches(name, {found.decode() for found in _DECLARED.findall(text)}, n=1)
+            near = get_close_matches(name, {declared.decode() for declared in _DECLARED.findall(text)}, n=1)
             fix = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
             raise UserError(f"{setting}={name}: not a task of lm-eval; {fix}")

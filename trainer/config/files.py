@@ -1,6 +1,6 @@
-"""Read files written by others: every problem raises UnreadableFile with a one-line message.
+"""Read files that may be damaged: every problem raises UnreadableFile with a one-line message.
 
-Files of runs and models and hostfiles can be damaged, half copied or edited by hand. Every reader of such files uses
+Hostfiles and files of runs and models can be damaged, half copied or edited by hand. Every reader of such files uses
 this module and declares in `shape` the types that it relies on, so that no file causes a traceback.
 """
 
@@ -67,7 +67,7 @@ def _read(path: Path, offset: int, count: int) -> bytes:
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
     except ValueError:  # a null character in the name
-        raise UnreadableFile(path, "is not a possible file name") from None
+        raise UnreadableFile(path, "is not a valid file name") from None
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -132,7 +132,7 @@ def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) ->
 def check_shape(value: Any, path: Path, shape: Any) -> Any:
     """Return a value read from `path` as `shape`; raises UnreadableFile with the first part that does not fit."""
     try:
-        return _adapter(shape).validate_python(value)
+        return _type_adapter(shape).validate_python(value)
     except ValidationError as error:
         raise UnreadableFile(path, describe_first(error)) from None
     except RecursionError:
@@ -146,11 +146,11 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it is not a safetensors file, or its header is inconsistent in itself or with its size.
+        UnreadableFile: if it is not a safetensors file, or its header contradicts itself or the size of the file.
     """
     begin = _read(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
-    # The length can have the same bytes as the start of a pickle or zip; the byte after it cannot.
+    # The first bytes of a pickle or zip may be a valid length, but its ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
         fix = "only safetensors files are loaded, because pickled weights can run code"
         raise UnreadableFile(path, "is not a safetensors file", fix)
@@ -158,11 +158,11 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
         with safe_open(path, "numpy"):
             header: dict[str, Any] = parse_json(_read(path, 8, length), path)
     except SafetensorError as error:
-        raise UnreadableFile(path, f"is cut short or damaged ({error})", "copy or download it again") from None
+        raise UnreadableFile(path, f"is truncated or damaged ({error})", "copy or download it again") from None
     metadata: dict[str, str] = check_shape(header.pop("__metadata__", {}), path, dict[str, str])
     return check_shape(header, path, dict[str, TensorEntry]), metadata, 8 + length
 
 
 @lru_cache(maxsize=64)
-def _adapter(shape: Any) -> TypeAdapter[Any]:
+def _type_adapter(shape: Any) -> TypeAdapter[Any]:
     return TypeAdapter(shape)

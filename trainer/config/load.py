@@ -22,7 +22,7 @@ DEFAULT_OUTPUT = Path("runs")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid configuration, with notes on translated settings and warnings."""
+    """A valid configuration, with warnings and notes on translated settings."""
 
     config: RunConfig
     notes: tuple[str, ...]
@@ -33,7 +33,7 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, apply `key.sub=value` overrides, and validate the result.
 
-    `with_lines=False` is for a file that the user did not write: mistakes do not name its lines.
+    `with_lines=False` is for a file that the user did not write: messages do not name its lines.
 
     Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line of the file.
     """
@@ -43,32 +43,32 @@ def load_config(
 def load_text(
     path: Path, text: str, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
 ) -> LoadedConfig:
-    """Load a configuration from a text, the content of the file `path`; see `load_config`."""
+    """Load a configuration from `text`, the content of the file `path`; see `load_config`."""
     file = parse_yaml(path, text)
     settings = UserSettings(path, file.lines if with_lines else {})
     mistakes, tree, notes = settings.mistakes, settings.tree, settings.notes
     for line, message in file.mistakes:
-        mistakes.add_line(line, message)
+        mistakes.add_line_error(line, message)
     settings.add_file(file.tree)
     for override in overrides:
         try:
             name, value = parse_override(override)
         except UserError as error:
-            mistakes.add_override(override, str(error))
+            mistakes.add_override_error(override, str(error))
         else:
             settings.add(name, value, override=True)
     if "output_dir" not in tree:
         tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
-        notes.append(f"output_dir is not set; {tree['output_dir']} is used, named after the file")
+        notes.append(f"output_dir is not set; using {tree['output_dir']}, named after the file")
     elif is_remote(url := str(tree["output_dir"])):
         notes.append(f"output_dir={url}: written to {local_copy(url)}, and copied with every checkpoint")
     if tree.get("adapters"):
-        tree.setdefault("dataset", {})  # each adapter may have its own
+        tree.setdefault("dataset", {})  # each adapter may have its own dataset
     config: RunConfig | None
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        mistakes.add_values(error)
+        mistakes.add_validation_errors(error)
         config = replace_mistakes(tree, error)
     if config is not None and config.adapters:
         for mistake in split_adapters(config, tree):
@@ -79,8 +79,8 @@ def load_text(
             f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
-    if found := mistakes.sort():
-        raise UserErrors(found)
+    if entries := mistakes.list_sorted():
+        raise UserErrors(entries)
     if unused:
         settings.remove_unused(unused)
         config = RunConfig.model_validate(tree)
@@ -89,10 +89,10 @@ def load_text(
     return LoadedConfig(config, (*notes, *describe_unusual_settings(config)))
 
 
-def recognize_trainer(tree: Mapping[Any, Any], *, enough: int = 2) -> str | None:
-    """Return the trainer that a file was written for; None for our files, which may use a few names of others.
+def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | None:
+    """Return the trainer that a file was written for; None for our files, which may use a few other names.
 
-    The file must have at least `enough` names of that trainer, and more than twice as many as sections of ours.
+    The file must have at least `min_names` names of that trainer, and more than twice as many as names of our sections.
     """
     names = {str(name) for name in tree}
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}
@@ -100,7 +100,7 @@ def recognize_trainer(tree: Mapping[Any, Any], *, enough: int = 2) -> str | None
     ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
     # LLaMA-Factory also has a `dataset`, which is not a section.
     ours -= isinstance(tree.get("dataset"), str)
-    return best if counts[best] >= enough and counts[best] > 2 * ours else None
+    return best if counts[best] >= min_names and counts[best] > 2 * ours else None
 
 
 def dump_yaml(config: RunConfig) -> str:

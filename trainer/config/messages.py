@@ -24,36 +24,36 @@ def describe_errors(error: ValidationError) -> list[Mistake]:
         is_unknown = entry["type"] == "extra_forbidden"
         path = map(str, entry["loc"]) if is_unknown else _follow(entry["loc"])[0]
         alternatives.setdefault(tuple(path), []).append(entry)
-    return [_describe(path, *found) for path, found in alternatives.items()]
+    return [_describe(path, *errors) for path, errors in alternatives.items()]
 
 
-def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -> Mistake:
-    if found["type"] == "extra_forbidden":
+def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -> Mistake:
+    if error["type"] == "extra_forbidden":
         return _unknown_setting(path)
-    name, value, section = ".".join(path), found["input"], section_at(path)
+    name, value, section = ".".join(path), error["input"], section_at(path)
     if not path:
         return Mistake(ascii(shown(value)), None, "unknown setting", _ALL_LISTED)
-    if found["type"] == "missing" and path == ("dataset",):
+    if error["type"] == "missing" and path == ("dataset",):
         return MISSING_DATA
-    if found["type"] == "missing":
+    if error["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
-        return Mistake(name, None, "missing", f"it has no default, write `{path[-1]}: ...`{inner}")
+        return Mistake(name, None, "missing", f"it has no default; write `{path[-1]}: ...`{inner}")
     if value is None:
         return Mistake(name, None, "empty", "write a value, or remove it")
-    if found["type"] == "tuple_type" and section:
+    if error["type"] == "tuple_type" and section:
         return Mistake(
             name, value, f"must be a list of sections, such as [{{{next(iter(section.model_fields))}: ...}}]"
         )
-    if found["type"] == "string_type" and isinstance(value, (list, dict)):
+    if error["type"] == "string_type" and isinstance(value, (list, dict)):
         fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
         return Mistake(name, value, f"must be text, not a {'list' if isinstance(value, list) else 'map'}", fix)
-    if found["type"] in ("model_type", "model_attributes_type") and section:
+    if error["type"] in ("model_type", "model_attributes_type") and section:
         return section_mistake(name, section, value)
-    problem, above = describe_problem(found), section_at(path[:-1])
+    problem, above = describe_problem(error), section_at(path[:-1])
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
         problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
     allowed = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
-    if allowed and found["type"] in _NO_NUMBER:
+    if allowed and error["type"] in _NO_NUMBER:
         problem += f", or {'auto' if allowed == str(AUTO) else allowed}"
     if path[-1] in FRACTIONS and isinstance(value, float) and value > 1.0:
         problem += ", or below 1 as a fraction of the run"
@@ -61,25 +61,33 @@ def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -
 
 
 def section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
-    """Return the mistake of a section that has a single value."""
+    """Return the mistake for a section that was given a single value."""
     first = next(iter(section.model_fields))
     return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
 
 
 def _unknown_setting(path: Sequence[str]) -> Mistake:
-    """Return the mistake of an unknown name, which suggests the nearest setting of its section or else of all."""
+    """Return the mistake for an unknown name, with the nearest name in its section or, failing that, anywhere."""
     dotted, name = ".".join(path), path[-1]
     settings = {setting: setting for setting in setting_names()} | ALIASES
     candidates = {key: setting for known, setting in settings.items() for key in (known, known.rsplit(".", 1)[-1])}
     section, above = section_at(path[:-1]), ".".join(path[:-1])
-    own = {key.rpartition(".")[2]: ALIASES[key] for key in ALIASES if above and key.rpartition(".")[0] == above}
+    section_aliases = {
+        key.rpartition(".")[2]: ALIASES[key] for key in ALIASES if above and key.rpartition(".")[0] == above
+    }
     if name in ALIASES:
-        meant = ALIASES[name]
-    elif section and (close := nearest(name.partition("[")[0], [*section.model_fields, *own])):
-        meant = own.get(close, ".".join([*path[:-1], close]))
+        suggestion = ALIASES[name]
+    elif section and (close := nearest(name.partition("[")[0], [*section.model_fields, *section_aliases])):
+        suggestion = section_aliases.get(close, ".".join([*path[:-1], close]))
     else:
-        meant = candidates.get(nearest(name, candidates, 0.9) or "", "")
-    return Mistake(dotted or "''", None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
+        suggestion = candidates.get(nearest(name, candidates, 0.9) or "", "")
+    return Mistake(
+        dotted or "''",
+        None,
+        "unknown setting",
+        f"did you mean {suggestion}?" if suggestion else _ALL_LISTED,
+        suggestion,
+    )
 
 
 def suggest_override(option: str) -> str | None:
@@ -101,12 +109,12 @@ def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> lis
 
 
 def section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the model at a dotted path, through lists and optional sections, or None."""
+    """Return the section at a dotted path, also in lists and optional sections; None if the path is not a section."""
     return _follow(path)[1]
 
 
 def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the parts of pydantic's location that the user wrote, and the section there, if any.
+    """Return the parts of pydantic's location that the user wrote, and the section at that location or None.
 
     The other parts name alternatives of a union, which are neither fields nor positions nor keys of a map.
     """

@@ -1,4 +1,4 @@
-"""Collect the mistakes of a configuration: those of the file by line, then those of the command line."""
+"""Collect the mistakes of a configuration, sorted: the file's by line, then the command line's."""
 
 import copy
 from collections.abc import Iterator, Mapping, Set
@@ -22,7 +22,7 @@ _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset"
 
 
 class Mistakes:
-    """Mistakes, each with the name as typed and the line of the file or `command line`."""
+    """Mistakes, each with the typed name and its location: a line of the file, or `command line`."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
@@ -34,19 +34,19 @@ class Mistakes:
         self._overridden: dict[str, int] = {}
         self._entries: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
 
-    def override(self, name: str) -> None:
+    def mark_overridden(self, name: str) -> None:
         """Attribute later mistakes of this setting to the command line."""
         self._overridden.setdefault(name, len(self._overridden))
 
     def add(self, mistake: Mistake) -> None:
-        """Add a mistake of a setting; only the first of a setting is reported."""
+        """Add a mistake; only the first mistake of each setting is kept."""
         order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
         value = self.fractions.get(mistake.setting, mistake.value)
         self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
-        """Add the mistake of a setting that was typed as `name` and before that under another name."""
+        """Add the mistake of a setting typed as `name` after it was typed under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         if self.names[dotted] == name:
             problem = "given twice, with dots and in its section"
@@ -54,69 +54,69 @@ class Mistakes:
         mistake = Mistake(name, None, problem, "keep one", location=location)
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
-    def add_line(self, line: int, message: str) -> None:
-        """Add a message that names its line of the file."""
+    def add_line_error(self, line: int, message: str) -> None:
+        """Add a message about a line of the file, which the message names."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
-    def add_override(self, text: str, message: str) -> None:
+    def add_override_error(self, text: str, message: str) -> None:
         """Add the message of an override that cannot be parsed."""
         self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
-    def add_values(self, error: ValidationError) -> None:
+    def add_validation_errors(self, error: ValidationError) -> None:
         """Add pydantic's errors, except settings that are missing only because their name is misspelled."""
-        found = describe_errors(error)
-        explained = {*self._entries, *(name for mistake in found for name in mistake.involves.split())}
-        for mistake in found:
+        found_mistakes = describe_errors(error)
+        explained = {*self._entries, *(name for mistake in found_mistakes for name in mistake.involves.split())}
+        for mistake in found_mistakes:
             if mistake.involves or self._is_configured(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
         """Add invalid combinations, except those that involve an invalid setting.
 
-        Returns the settings that were switched off on purpose, by the reason why they have no effect.
+        Returns the settings that have no effect and are meant to have none, by reason.
         """
-        entries = [(name, found) for name, (_, found) in self._entries.items()]
-        invalid = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
-        unused, on_purpose = self._split_unused(config, invalid)
+        entries = [(name, entry) for name, (_, entry) in self._entries.items()]
+        invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
+        unused, intended = self._split_unused(config, invalid)
         for mistake in (*find_invalid_combinations(config), *unused):
             if not mistake.concerns(invalid):
                 self.add(mistake)
-        return on_purpose
+        return intended
 
     def _split_unused(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Return a mistake for each reason why configured settings have no effect, and those unused on purpose.
+        """Split configured settings without effect into mistakes, one per reason, and intentionally unused settings.
 
         `invalid` settings already have a mistake.
         """
         mistaken: dict[str, list[UnusedSetting]] = {}
-        on_purpose: dict[str, list[UnusedSetting]] = {}
+        intended: dict[str, list[UnusedSetting]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
             gather = "layer" if gathers_by_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
         names = setting_names()
-        for found in find_unused_settings(config):
-            section = found.name.partition(".")[0]
-            is_complete = all(self._is_configured(each) for each in names if each.startswith(f"{section}."))
-            if not self._is_configured(found.name) or found.name in invalid:
+        for unused in find_unused_settings(config):
+            section = unused.name.partition(".")[0]
+            is_complete = all(self._is_configured(name) for name in names if name.startswith(f"{section}."))
+            if not self._is_configured(unused.name) or unused.name in invalid:
                 continue
-            if is_complete and found.is_default:  # a run's record has all settings
+            if is_complete and unused.is_default:  # a run's record has all settings
                 continue
-            is_intended = is_complete or found.need.replaces or self._is_switched_off(found, config)
-            (on_purpose if is_intended else mistaken).setdefault(found.need.reason(config), []).append(found)
-        return [unused_mistake(settings, reason) for reason, settings in mistaken.items()], on_purpose
+            is_intended = is_complete or unused.need.replaces or self._is_switched_off(unused, config)
+            (intended if is_intended else mistaken).setdefault(unused.need.reason(config), []).append(unused)
+        return [unused_mistake(settings, reason) for reason, settings in mistaken.items()], intended
 
     def _is_configured(self, dotted: str) -> bool:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
-    def _is_switched_off(self, found: UnusedSetting, config: RunConfig) -> bool:
-        """Return whether the switch was set to off, or on the command line for a setting of the file."""
-        is_in_file = not self._is_overridden(found.name)
+    def _is_switched_off(self, unused: UnusedSetting, config: RunConfig) -> bool:
+        """Return whether the user set a switch to off, or overrode a switch of a setting that is in the file."""
+        is_in_file = not self._is_overridden(unused.name)
         return any(
             self._is_configured(name) and (not switch_value(config, name) or (is_in_file and self._is_overridden(name)))
-            for name in found.need.switch.split()
+            for name in unused.need.switch.split()
         )
 
     def _is_overridden(self, dotted: str) -> bool:
@@ -126,9 +126,9 @@ class Mistakes:
         """Return the number of mistakes in the file, excluding the command line."""
         return sum(order[0] < 2 for order, _ in self._entries.values())
 
-    def sort(self) -> list[Mistake | str]:
-        """Return all mistakes in order."""
-        return [mistake for _, mistake in sorted(self._entries.values(), key=lambda found: (found[0], str(found[1])))]
+    def list_sorted(self) -> list[Mistake | str]:
+        """Return all mistakes: the file's by line, then the command line's."""
+        return [mistake for _, mistake in sorted(self._entries.values(), key=lambda entry: (entry[0], str(entry[1])))]
 
     def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
         """Return a key that sorts a setting among the mistakes, and the text that names its location."""
@@ -145,7 +145,7 @@ class Mistakes:
 
 
 def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
-    """Return the configuration with defaults for invalid settings, to check the others; None if not possible."""
+    """Return the configuration with defaults for invalid settings, to check the others; None if it is still invalid."""
     valid = copy.deepcopy(dict(tree))
     for mistake in describe_errors(error):
         remove_setting(valid, mistake.setting.split("."))
@@ -156,7 +156,7 @@ def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting; for an entry of a list of strings, the whole list."""
+    """Remove a setting, or the whole list if the path is an entry of a list of strings."""
     node: Any = tree
     above, name = tree, path[0]
     for part in path:
@@ -183,7 +183,7 @@ class UserSettings:
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
-        """Remove settings without effect, with a note; settings that another one replaces are only noted."""
+        """Remove settings without effect, with a note; keep settings that another one replaces."""
         for reason, settings in unused.items():
             for setting in settings:
                 if not setting.need.replaces:
@@ -209,7 +209,7 @@ class UserSettings:
     def add(self, name: str, value: Any, *, override: bool = False) -> None:
         """Add a setting under any of its names; `override` replaces the file's value."""
         if override:
-            self.mistakes.override(name)
+            self.mistakes.mark_overridden(name)
         if (name in ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
             self.notes.append(f"{name}: empty, ignored")
         elif name in ADVICE:
@@ -230,7 +230,7 @@ class UserSettings:
                 return
             node = child
         if override:
-            self.mistakes.override(dotted)
+            self.mistakes.mark_overridden(dotted)
         elif dotted in self.mistakes.names and node[last] != value:
             self.mistakes.add_duplicate(dotted, name)
             return

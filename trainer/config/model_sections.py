@@ -20,14 +20,14 @@ _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
 
 class RopeScaling(Section):
-    """Scaling of the rotary embedding, to train a model on longer sequences than those of its pre-training."""
+    """Scaling of the rotary embedding, to train a model on longer sequences than in pre-training."""
 
     type: Literal["linear", "yarn", "llama3"]
     """How frequencies are scaled: equally (linear), or low ones more (yarn, llama3)."""
     factor: Annotated[float, Field(gt=1.0, le=1024.0)]
     """New length as a multiple of the original one."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Length of the model's pre-training; default: that of its own scaling, else its max_position_embeddings."""
+    """Context length of pre-training; default: the value in the model's own scaling, else max_position_embeddings."""
 
 
 class ModelSection(Section):
@@ -52,7 +52,7 @@ class ModelSection(Section):
     pad_token: Annotated[str | None, LANGUAGE] = None
     """Padding token for a tokenizer without one; default: an unused token, else the end-of-text token."""
     pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
-    """Folder or hub name of the diffusers pipeline of a single-file `base_model`, for its settings and tokenizers;
+    """Folder or hub name of a diffusers pipeline with the settings and tokenizers for a single-file `base_model`;
     default: the published pipeline that the file matches."""
     _has_score: bool = PrivateAttr(default=False)
 
@@ -79,10 +79,10 @@ class LoraSection(Section):
     """Modules without adapters, including all layers below them: k_proj, mlp, layers.0, experts, or a regular
     expression."""
     rank_pattern: Annotated[LayerRanks, _NEW, LANGUAGE] = Field(default_factory=dict)
-    """Ranks of layers that differ from `r`, by name or regular expression, as in PEFT: {v_proj: 32}. The first match
+    """Ranks other than `r`, by layer name or regular expression, as in PEFT: {v_proj: 32}. The first match
     counts."""
     alpha_pattern: Annotated[LayerAlphas, _NEW, LANGUAGE] = Field(default_factory=dict)
-    """The same for `alpha`: {v_proj: 64}."""
+    """Values other than `alpha`, in the same form: {v_proj: 64}."""
     experts: Annotated[bool, _NEW] = True
     """Adapt the experts of an MoE model; false excludes them, regardless of `target_modules`."""
     expert_rank: Annotated[
@@ -97,7 +97,7 @@ class LoraSection(Section):
     dora: Annotated[bool, _NEW] = False
     """Weight-decomposed adapter (DoRA): direction by LoRA, magnitude trained separately."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
-    """LoRA+: learning rate of B divided by that of A (16 is usual)."""
+    """LoRA+: ratio of the learning rates of B and A (16 is usual)."""
     init: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", "loftq"] = "default"
     """Initialization of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read and change the
     base."""
@@ -116,24 +116,24 @@ class LoraSection(Section):
 
 
 class VisionSection(Section):
-    """Training on images in conversations, for models of text and images."""
+    """Training on images in conversations, for vision-language models."""
 
     train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
-    """Parts to train besides the language model. `projector`: the layers that map image features to its embeddings, in
-    full. `lora`: adapters on the layers of vision tower and projector that `lora.target_modules` names."""
+    """Parts to train in addition to the language model. `projector`: all weights of the layers that map image features
+    to embeddings. `lora`: adapters on the layers of vision tower and projector that `lora.target_modules` names."""
     cache: bool = False
-    """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps take as
-    long as with text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
+    """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps are as
+    fast as for text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
 
 
 class QuantizationSection(Section):
     """The quantized base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matrix products."""
 
     bits: Literal[4, 8] = 4
-    """Bits per weight; default: those of `quant_type`."""
+    """Bits per weight; default: the bits of `quant_type`."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
-    """nf4, fp4: 4 bits, dequantized for each product. fp8 (Hopper, Ada): 8 bits and the fastest steps, W and its input
-    in e4m3 with a scale per row and per token. int8: the same in int8, from compute capability 7.5 on."""
+    """nf4, fp4: 4 bits, dequantized for each product. fp8 (Hopper, Ada): 8 bits and the fastest steps, with W and its
+    input in e4m3, scaled per row and per token. int8: the same in int8, from compute capability 7.5 on."""
     double_quant: Annotated[bool, _FOUR_BITS] = True
     """4 bits: also quantize the block scales (saves 0.4 bits per weight)."""
     block_size: Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], _FOUR_BITS] = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.errors import Mistake, shown
+from trainer.config.errors import Mistake, join_choices, shown
 from trainer.config.types import AUTO
 
 HUB = "a name on the hub"
@@ -37,7 +37,9 @@ class Needs:
     def _allows(self, value: Any) -> bool:
         if not self.values:
             return bool(value)
-        return value in self.values or (isinstance(value, tuple | dict) and any(each in self.values for each in value))
+        return value in self.values or (
+            isinstance(value, tuple | dict) and any(element in self.values for element in value)
+        )
 
     @property
     def is_absence(self) -> bool:
@@ -45,7 +47,7 @@ class Needs:
         return self.values in ((None,), ((),))
 
     def reason(self, config: BaseModel) -> str:
-        """Return why the setting has no effect, as the end of a sentence."""
+        """Return why the setting has no effect, for the end of a sentence."""
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
@@ -55,7 +57,7 @@ class Needs:
     def condition(self) -> str:
         """Format the switch with its values as in YAML."""
         names = self.switch.split()
-        return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
+        return f"{names[0]}: {join_choices(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
 LANGUAGE = Needs("task", ("language", "preference", "reward"))
@@ -76,21 +78,21 @@ _UNKNOWN = object()
 
 
 def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
-    """Yield every setting that is not false, 0, empty or none, and has no effect."""
+    """Yield every setting that has no effect although it is set, to other values than false, 0, empty or none."""
     by_run = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
-    in_all = set.intersection(*({unused.name for unused in each} for each in by_run))
+    in_all = set.intersection(*({unused.name for unused in settings} for settings in by_run))
     yield from (unused for unused in by_run[0] if unused.name in in_all)
 
 
 def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
-    """Yield the settings with other values than the default that only other tasks read."""
+    """Yield the settings that only other tasks read and that differ from their defaults."""
     for setting in find_unused_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
 
 
 def unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
-    """Return the mistake of settings that are turned off by the same switch."""
+    """Return one mistake for all settings that the same switch turns off."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
@@ -120,7 +122,7 @@ def switch_value(config: Any, name: str) -> Any:
 
 
 def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[UnusedSetting]:
-    # With `auto` resolved. At the top only sections have needs; a section with required fields has no defaults.
+    # The defaults have `auto` resolved. At the top level only sections have needs; required fields have no defaults.
     has_defaults = prefix and not any(field.is_required() for field in type(section).model_fields.values())
     defaults = dict(type(section)()) if has_defaults else {}
     for name, value in section:
@@ -129,7 +131,7 @@ def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[N
         if isinstance(value, BaseModel):
             yield from _walk(config, value, f"{dotted}.", needs)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            for at, each in enumerate(value):
-                yield from _walk(config, each, f"{dotted}.{at}.", needs)
+            for index, entry in enumerate(value):
+                yield from _walk(config, entry, f"{dotted}.{index}.", needs)
         elif value and (failed := next((need for need in needs if not need.is_met(config, dotted)), None)):
             yield UnusedSetting(dotted, value, value == defaults.get(name), failed)

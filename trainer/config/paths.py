@@ -31,21 +31,21 @@ def expand_path(text: str) -> str:
     if path.startswith("~"):
         path = os.path.expanduser(path)
         if path.startswith("~"):
-            raise ValueError(f"the home folder {path.partition('/')[0]} is unknown here; write the full path")
+            raise ValueError(f"the home folder {path.partition('/')[0]} is unknown; write the full path")
     if one_slash := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path):
-        raise ValueError(f"has one slash after {one_slash[1]}:, and URLs have two; write s3://bucket/name, or a path")
+        raise ValueError(f"has one slash after {one_slash[1]}:, but URLs have two; write s3://bucket/name, or a path")
     if "\0" in path:
         raise ValueError("has a NUL character; remove it")
     longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
     if longest > LONGEST_NAME:
-        raise ValueError(f"a name of {longest} bytes; file systems allow {LONGEST_NAME}, use a shorter one")
+        raise ValueError(f"has a name of {longest} bytes, but file systems allow {LONGEST_NAME}; use a shorter one")
     if (length := len(path.encode(errors="surrogateescape"))) > LONGEST_PATH:
-        raise ValueError(f"a path of {length} bytes; file systems allow {LONGEST_PATH}, use a shorter one")
+        raise ValueError(f"has {length} bytes, but file systems allow {LONGEST_PATH}; use a shorter path")
     return path
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a path is on an object store, by a URL that fsspec may know."""
+    """Return whether a path is the URL of an object store."""
     return _STORE.match(text) is not None
 
 
@@ -74,7 +74,7 @@ def _expand_output(text: str) -> str:
     if _STORE.match(path := expand_path(text)):
         return str(local_copy(path))
     if "://" in path:
-        raise ValueError("is a URL; use a folder, or a place on an object store such as s3://bucket/run")
+        raise ValueError("is not the URL of an object store; use a folder, or a URL such as s3://bucket/run")
     return path
 
 

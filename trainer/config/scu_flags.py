@@ -34,16 +34,16 @@ TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
 class _RankParser(CommandParser):
-    """A parser for ranks: one rank prints the error for all."""
+    """Raises errors instead of printing them, so that one rank prints them for all."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(self.describe_error(message))
 
 
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
-    """Parse the flags; `given` in the result has the names of the flags that were typed or come from --card.
+    """Parse the flags; `given` in the result lists the flags that were typed or set by --card.
 
-    `by_rank` also allows flags added by other launchers, and raises UserError for wrong flags.
+    With `by_rank`, also accept flags added by torchrun and DeepSpeed, and raise UserError for invalid flags.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -82,7 +82,7 @@ def _build_parser(by_rank: bool) -> CommandParser:
 
 
 def build_settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
-    """Convert the flags to the tree of a YAML file; without a `held_out` file, 5 % of `data` is held out."""
+    """Convert the flags to the settings of a YAML file; without a `held_out` file, 5 % of `data` is held out."""
     values = vars(options)
     values = values | {name: min(values[name], limit) for name, limit in TEST_RUN.items() if options.test_run}
     tree: dict[str, Any] = deepcopy(_TABLES["settings"])
@@ -102,7 +102,7 @@ def build_settings(options: argparse.Namespace, data: str, held_out: str | None)
     return tree
 
 
-def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
+def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings of the run to resume, changed by the typed flags; None if no run is resumed.
 
     Raises UserError if the checkpoint or the record of its run is missing or damaged.
@@ -113,7 +113,7 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
     if str(folder) not in ("latest", "auto"):
         run = folder.parent
         if not folder.is_dir():
-            raise UserError(f"--resume-from-checkpoint={folder}: no such folder; {_list_checkpoints(run)}")
+            raise UserError(f"--resume-from-checkpoint={folder}: no such folder; {_suggest_checkpoints(run)}")
     try:
         tree: dict[str, Any] = read_json(run / RUN_RECORD)
     except FileNotFoundError:
@@ -129,8 +129,8 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
     return tree
 
 
-def resumed_ranks(run: Path) -> int:
-    """Return the number of ranks of the run to resume; 1 if it is not recorded."""
+def read_resumed_ranks(run: Path) -> int:
+    """Return the number of ranks of the run to resume; 1 if the number is not recorded."""
     try:
         ranks: int = read_value(run / "run.json", "world_size", Count)
     except (FileNotFoundError, UnreadableFile):
@@ -138,10 +138,10 @@ def resumed_ranks(run: Path) -> int:
     return ranks
 
 
-def _list_checkpoints(run: Path) -> str:
+def _suggest_checkpoints(run: Path) -> str:
     steps = sorted(int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit())
     names = ", ".join(f"checkpoint-{step}" for step in steps)
-    return f"{run} has {names}" if names else f"{run} has no checkpoints; start without it"
+    return f"{run} has {names}" if names else f"{run} has no checkpoints; remove the flag"
 
 
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
@@ -154,7 +154,7 @@ def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
 
 
 def _name_flag(mistake: Mistake | str, flags: Mapping[str, str]) -> Mistake | str:
-    """Replace the name of a setting by the flag that sets it, unless `key=value` does."""
+    """Name the flag instead of the setting in a mistake, unless the value came from a `key=value` override."""
     if isinstance(mistake, str) or mistake.location or mistake.setting not in flags:
         return mistake
     flag = flags[mistake.setting]
@@ -171,10 +171,12 @@ def open_log(output: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("ab")
     except OSError as error:
-        raise UserError(f"--output-dir {output}: {path} cannot be written ({error.strerror})") from None
+        raise UserError(
+            f"--output-dir {output}: {path} cannot be written ({error.strerror}); use another folder"
+        ) from None
     with suppress(OSError):
         LOG_FILE.parent.mkdir(exist_ok=True)
         if LOG_FILE.is_symlink():
-            LOG_FILE.unlink()  # of an earlier run
+            LOG_FILE.unlink()  # the link of an earlier run
         LOG_FILE.symlink_to(os.path.relpath(path, LOG_FILE.parent))
     return log

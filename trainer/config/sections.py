@@ -45,10 +45,10 @@ class ScuSection(Section):
     """Target of S = ParamBPT / (DataBPT + ParamBPT), or of K in bits per token. `auto`: 0.02 for `delta`, the published
     value for the model's size for `factors`, 0.05 bits for `kl`."""
     kp: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Proportional gain; `kl`: eight times that below the target. `auto`: 0.5; 0.8 with the published law."""
+    """Proportional gain; eight times as large for `kl` below the target. `auto`: 0.5; 0.8 with the published law."""
     ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Integral gain; `kl`: four times that below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with the published
-    law."""
+    """Integral gain; four times as large for `kl` below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with the
+    published law."""
     deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
     """Error up to which lambda is unchanged. `auto`: 0.05, a twentieth of the target; 0.002 of S with the published
     law."""
@@ -71,8 +71,8 @@ class ScuSection(Section):
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
-    """`kl`: text on which the outputs should stay those of the base: a file, folder or hub name, read like
-    `dataset.path`, all of it without labels."""
+    """`kl`: text on which the outputs should stay close to the base's: a file, folder or hub name, read like
+    `dataset.path`; all tokens count, without labels."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
@@ -91,7 +91,7 @@ class ScuSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_auto(cls, settings: Any) -> Any:
-        """Replace `auto` by numbers, except for the target, which may depend on the model."""
+        """Replace `auto` with numbers, except for the target, which may depend on the model."""
         if not isinstance(settings, dict):
             return settings
         defaults = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
@@ -114,9 +114,9 @@ def _choose_start(settings: dict[str, Any]) -> float | None:
 
 
 def _clamp_start(settings: dict[str, Any], start: float) -> float:
-    low, high = (settings.get(f"lambda_{side}", default) for side, default in (("min", 1e-4), ("max", 1e4)))
-    bounded = isinstance(low, int | float) and isinstance(high, int | float) and low < high
-    return min(max(start, low), high) if bounded else start
+    low, high = (settings.get(f"lambda_{bound}", default) for bound, default in (("min", 1e-4), ("max", 1e4)))
+    has_bounds = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    return min(max(start, low), high) if has_bounds else start
 
 
 class ParallelSection(Section):
@@ -124,12 +124,12 @@ class ParallelSection(Section):
 
     sequence: Annotated[Count, LANGUAGE] = 1
     """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens
-    and of the attention heads. Must divide the number of ranks and of attention heads. The global batch is that of
-    ranks / this number."""
+    and of the attention heads. Must divide the number of ranks and of attention heads. The global batch is the same as
+    with ranks / this number."""
 
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "comet_ml")
-"""Experiment trackers, by the names of their packages, which transformers also uses."""
+"""Experiment trackers, named by their packages as in transformers."""
 
 
 class LoggingSection(Section):
@@ -163,11 +163,11 @@ class ExportSection(Section):
     """The server that will use the adapter."""
 
     target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, LANGUAGE] = None
-    """Server of the adapter: `validate` and training warn of parts of the adapter that it would not apply."""
+    """Server that will load the adapter: `validate` and training warn of adapted layers that it does not apply."""
 
 
 class TierSection(Section):
-    """Limits that `zerolora tier` asserts of a run; not used in training."""
+    """Limits that `zerolora tier` checks; not used in training."""
 
     seconds: Positive | None = None
     """Maximum time of the whole command."""
@@ -228,7 +228,7 @@ class RunConfig(Section):
 
     @property
     def runs(self) -> "tuple[RunConfig, ...]":
-        """The configurations of `adapters`, each as that of a run alone (trainer/config/adapter_entries.py)."""
+        """The configurations of `adapters`, each as for a separate run (trainer/config/adapter_entries.py)."""
         return self._runs
 
     def data_ranks(self, ranks: int) -> int:

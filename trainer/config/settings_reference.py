@@ -1,4 +1,4 @@
-"""The reference of all settings, generated from the models: as text for people, as JSON schema for editors."""
+"""The reference of all settings, generated from their classes: text for people, a JSON schema for editors."""
 
 import re
 import textwrap
@@ -18,37 +18,37 @@ from trainer.config.types import AUTO
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "none", Any: "anything"}
 
 
-def reference_text(width: int = 100) -> str:
+def format_reference(width: int = 100) -> str:
     """Format every setting: dotted name, type and range, default, meaning, and its names in other trainers."""
-    return "\n".join(_section_lines(RunConfig, "", max(60, min(width, 120))))
+    return "\n".join(_format_section(RunConfig, "", max(60, min(width, 120))))
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file, where output_dir is optional."""
     schema = RunConfig.model_json_schema()
     schema["required"] = [name for name in schema["required"] if name != "output_dir"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[str]:
+def _format_section(section: type[BaseModel], prefix: str, width: int) -> list[str]:
     lines: list[str] = []
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation))
         else:
-            switches = (each for each in declared_needs(section, name, prefix) if each.switch != "task")
-            needs = " and ".join(each.condition() for each in switches if not each.is_absence)
-            lines += _setting_lines(prefix + name, field, width, f" Needs {needs}." if needs else "")
+            switches = (need for need in declared_needs(section, name, prefix) if need.switch != "task")
+            needs = " and ".join(need.condition() for need in switches if not need.is_absence)
+            lines += _format_setting(prefix + name, field, width, f" Needs {needs}." if needs else "")
     for name, model in inner:
         text = " ".join((model.__doc__ or "").split())
-        lines += ["", f"# {name}: {text}", *_section_lines(model, f"{prefix}{name}.", width)]
+        lines += ["", f"# {name}: {text}", *_format_section(model, f"{prefix}{name}.", width)]
     return lines
 
 
-def _setting_lines(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
+def _format_setting(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
     default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
-    head = f"{name}: {_type_text(field.annotation, field.metadata)} ({default})"
+    head = f"{name}: {_format_type(field.annotation, field.metadata)} ({default})"
     aliases = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
     text = " ".join((field.description or "").split())
     also = f" Also read: {', '.join(aliases)}." if aliases else ""
@@ -60,24 +60,24 @@ def _setting_lines(name: str, field: FieldInfo, width: int, needs: str) -> list[
     ]
 
 
-def _type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+def _format_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type_text(arguments[0], arguments[1:])
+        return _format_type(arguments[0], arguments[1:])
     if origin is Literal:
         return " | ".join("auto" if value == AUTO else shown(value) for value in arguments)
     if origin in (Union, UnionType):
-        return " | ".join(_type_text(argument) for argument in arguments)
+        return " | ".join(_format_type(argument) for argument in arguments)
     if origin is tuple:
-        return f"list of {_type_text(arguments[0])}"
+        return f"list of {_format_type(arguments[0])}"
     if origin is dict:
-        return f"map of {_type_text(arguments[0])} to {_type_text(arguments[1])}"
+        return f"map of {_format_type(arguments[0])} to {_format_type(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return re.sub(r"Section$", "", annotation.__name__).lower() + " section"
-    return NAMES[annotation] + _range_text(metadata)
+    return NAMES[annotation] + _format_range(metadata)
 
 
-def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
+def _format_range(metadata: list[Any] | tuple[Any, ...]) -> str:
     # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
     signs = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}

@@ -1,4 +1,4 @@
-"""The settings of single tasks: preferences, rewards and images; the text under a field is its documentation."""
+"""Task-specific settings: preferences, rewards and images; the text under a field is its documentation."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -39,16 +39,16 @@ class PreferenceSection(Section):
     """Settings of `task: preference`: training on pairs of a chosen and a rejected answer."""
 
     loss: Annotated[dict[str, float], BeforeValidator(_parse_loss_weights)] = Field("dpo", validate_default=True)
-    """Loss of a pair, by the names of TRL (`dpo` is its `sigmoid`), or several with their weights, such as
+    """Loss of a pair, named as in TRL (`dpo` is TRL's `sigmoid`), or several with their weights, such as
     {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it. `kto`
     learns from single answers with a label."""
     beta: NonNegative = 0.1
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
-    """Reference model, the base without the adapter: a second forward pass in each `step`, or all answers once before
-    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. With
-    `lora.adapter_path` that adapter is the reference, which must be `cached`. `none`: a reference that gives all
-    answers the same probability. `auto`: `step` if a loss needs a reference."""
+    """How to compute the reference model, which is the base without the adapter. `step`: a second forward pass in each
+    step; `cached`: all answers once before training, which is faster from the second epoch on. Neither takes more GPU
+    memory. With `lora.adapter_path`, that adapter is the reference, and must be `cached`. `none`: all answers have the
+    same reference probability. `auto`: `step` if a loss needs a reference."""
     share_prompt: Literal["auto"] | bool = False
     """Compute the prompt of a pair once for both answers, which does not change the loss; not for `kto`. `auto`: if it
     saves at least 10 % of the tokens, and a test pass shows that the model supports it."""
@@ -66,7 +66,7 @@ class PreferenceSection(Section):
     answers that it would generate itself (WPO; TRL's use_weighting). This approximates on-policy data."""
     desirable_weight: Annotated[Positive, _KTO] = 1.0
     """Weight of answers labeled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
-    desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""
+    desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable answers."""
     undesirable_weight: Annotated[Positive, _KTO] = 1.0
     """Weight of answers labeled false in the loss of `kto`."""
 

@@ -44,7 +44,7 @@ class OptimizerKind:
 
     @property
     def library(self) -> str:
-        """The package that has the class."""
+        """The package that contains the class."""
         return self.path.partition(".")[0]
 
 
@@ -108,7 +108,7 @@ class TrainingSection(Section):
         "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant",
         "constant_with_warmup", "polynomial", "inverse_sqrt",
     ] = "cosine"  # fmt: skip
-    """Learning rate schedule (those of transformers)."""
+    """Learning rate schedule, named as in transformers."""
     min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr", "warmup_stable_decay"))] = 0.0
     """Final learning rate as a fraction of the peak, for cosine_with_min_lr and warmup_stable_decay."""
     lr_cycles: Annotated[PositiveInt, Needs(".lr_scheduler", ("cosine_with_restarts",))] = 1
@@ -152,7 +152,7 @@ class TrainingSection(Section):
     adam_beta1: Annotated[Fraction, _BETAS] = 0.9
     """Decay of the first moment of AdamW and Lion."""
     adam_beta2: Annotated[Fraction, _BETAS] = 0.999
-    """Decay of the second moment of AdamW; of Lion's moment."""
+    """Decay of AdamW's second moment, or of Lion's moment."""
     adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0), _EPSILON] = 1e-8
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -171,11 +171,11 @@ class TrainingSection(Section):
     attention and cheap operations around frozen products and recomputes the rest. `auto`: recompute as few layers as
     the memory estimate requires."""
     gradient_checkpointing_layers: PositiveInt | None = None
-    """Recompute only the first N decoder layers, for memory and time between those of none and all. Default: all
+    """Recompute only the first N decoder layers, for a memory use and speed between `none` and all layers. Default: all
     layers."""
     offload_activations: bool = False
-    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; those without room there stay on
-    the GPU."""
+    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; tensors that do not fit there
+    stay on the GPU."""
     tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = "auto"
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
@@ -190,7 +190,7 @@ class TrainingSection(Section):
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; below 1: as a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
-    """Minutes between checkpoints, in addition to those of `save_steps`; 0: never."""
+    """Minutes between additional checkpoints, besides `save_steps`; 0: never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Checkpoints per pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
@@ -202,9 +202,9 @@ class TrainingSection(Section):
     logging_steps: PositiveInt = 1
     """Steps between lines of metrics."""
     resume_from_checkpoint: CheckpointText = None
-    """`latest`, the folder of a checkpoint, or `auto`: the latest if one exists, else start from scratch."""
+    """Checkpoint to resume: `latest`, a folder, or `auto`, the latest if one exists and otherwise from scratch."""
     resume_changes: Annotated[ResumeChanges, Needs(".resume_from_checkpoint")] = ()
-    """Settings that may differ from those of the checkpoint, such as [seed, data]: base_model, adapter (alpha, dropout,
+    """Settings that may differ from the checkpoint's, such as [seed, data]: base_model, adapter (alpha, dropout,
     rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
     optimizer, scu."""
     early_stopping: PositiveInt | None = None
@@ -217,7 +217,7 @@ class TrainingSection(Section):
     """Metric that best_checkpoint and early_stopping compare: the held-out loss (`loss`), one of `evaluation.metrics`,
     or TASK/METRIC of `evaluation.tasks`, such as gsm8k/exact_match/strict-match (with the filter, if it has one)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Stop the run at a loss or gradient that is not finite, or skip the step (at most 10 in a row)."""
+    """Stop the run at a non-finite loss or gradient, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
     """Warn of a loss far above those of the last 100 steps."""
     torch_compile: bool = False
@@ -286,15 +286,16 @@ class ZeroSection(Section):
     `auto`: the lowest that fits by the memory estimate."""
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
     """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
-    replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
+    replicated on every GPU (frozen bases only). `module`: DeepSpeed's gather, per parameter. `auto`: layer if
+    possible."""
     shard_within: Annotated[
         Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
         BeforeValidator(_check_shard_within),
         _STAGE_3,
         Needs(".gather", ("layer",)),
     ] = "auto"
-    """Ranks that share one copy of the frozen base at stage 3: `all`, groups of this many ranks, or those of a `host`,
-    so that no weights cross the network during training. `auto`: host if its shards fit by the memory estimate."""
+    """Ranks that share one copy of the frozen base at stage 3: `all`, groups of this many ranks, or the ranks of a
+    `host`, so that no weights cross the network in training. `auto`: host if its shards fit by the memory estimate."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False
@@ -314,7 +315,7 @@ class ZeroSection(Section):
     max_live_parameters: Annotated[int, Field(ge=1, le=10**13), _STAGE_3, _BY_MODULE] = 1_000_000_000
     """Maximum number of elements that stage 3 keeps gathered."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Keys of DeepSpeed's configuration without a setting here, merged in last."""
+    """Keys of DeepSpeed's configuration that have no setting here, merged in last."""
 
 
 class OpsSection(Section):
@@ -328,8 +329,8 @@ class OpsSection(Section):
     engine."""
     recompute: Annotated[Literal["activations", "norms", "none"], _ADAPTER] = "activations"
     """Cheap results to recompute in the backward pass instead of keeping them, in layers without gradient
-    checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), or outputs of
-    `norms` as well."""
+    checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), or `norms`, which
+    also recomputes their outputs."""
     elementwise: Literal["auto", "off"] = "auto"
     """Kernels of norms, SwiGLU and rotary embedding on a GPU. `auto`: ours if they compute the same as the model's
     code. `off`: the model's code."""

@@ -16,10 +16,10 @@ from trainer.config.files import UnreadableFile, decode_text, read_bytes
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
 """Limits the expansion of nested anchors, which reach billions of values in a few lines."""
-PRESETS = "presets are in configs/"
+PRESETS = "check its name, or use a preset in configs/"
 # The beginning of PyYAML's problem -> how to fix it.
 _HINTS = {
-    "but found another document": "one file holds one configuration, remove the ---",
+    "but found another document": "write one configuration per file, without ---",
     "expected <block end>": "indent the settings of a section equally",
     "could not determine a constructor for the tag": "remove the tag, which begins with !",
     "expected '<document start>'": "write settings as `name: value`, without lines of `...` or %YAML",
@@ -52,7 +52,7 @@ class YamlFile:
 class Yaml11Loader(yaml.SafeLoader):
     """Load YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and record duplicate keys.
 
-    The last of several values of a key counts. Dates are text, as in OmegaConf, and other types have no tags.
+    The last value of a duplicate key counts. Dates are text, as in OmegaConf, and tags of other types are refused.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012 (PyYAML's own name)
@@ -71,7 +71,7 @@ class Yaml11Loader(yaml.SafeLoader):
                 continue
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                problem = "a list or map as a key; names of settings are words"
+                problem = "a list or map as a key; use words as names of settings"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
@@ -167,7 +167,9 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
             "check that this is a YAML file"
         ) from None
     except RecursionError:
-        raise UserError(f"{path}: not valid YAML: nested too deeply; use a file of settings") from None
+        raise UserError(
+            f"{path}: not valid YAML: nested too deeply; use a configuration file without deeply nested values"
+        ) from None
     except (yaml.YAMLError, *TAG_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -178,7 +180,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
-    _note_lines(node, "", lines)
+    _collect_lines(node, "", lines)
     return YamlFile(tree, lines, loader.mistakes)
 
 
@@ -191,7 +193,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; {fix}") from None
     except UnreadableFile as error:
-        raise UserError(f"{path}: {error.problem}; use a YAML file of settings in UTF-8") from None
+        raise UserError(f"{path}: {error.problem}; use a YAML configuration in UTF-8") from None
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
@@ -203,22 +205,22 @@ def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> 
             line = f"{path}: line {node.start_mark.line + 1}"
             raise UserError(f"{line}: an alias refers to an anchor that contains it; write out the value")
         return known[id(node)]
-    known[id(node)] = 0  # its count is not finished
+    known[id(node)] = 0  # not counted yet
     inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
     total = 1 + sum(_count_values(part, known, path) for part in inner)
     if total > MAX_VALUES:
-        raise UserError(f"{path}: more than {MAX_VALUES:,} values; use a YAML file of settings")
+        raise UserError(f"{path}: more than {MAX_VALUES:,} values; use a configuration file with fewer")
     known[id(node)] = total
     return total
 
 
-def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
                 lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
-                _note_lines(value, f"{prefix}{key.value}.", lines)
+                _collect_lines(value, f"{prefix}{key.value}.", lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines.setdefault(f"{prefix}{index}", value.start_mark.line + 1)
-            _note_lines(value, f"{prefix}{index}.", lines)
+            _collect_lines(value, f"{prefix}{index}.", lines)

@@ -1,4 +1,4 @@
-"""ZeRO: whether our code or DeepSpeed gathers the frozen base at stage 3, and the keys that `zero.extra` may have."""
+"""Decide whether our code or DeepSpeed gathers the frozen base at stage 3, and check the keys of `zero.extra`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
         if key in FIXED:
             yield Mistake(name, shown(value), "is fixed by our training loop", "remove it")
         if key in UNSUPPORTED:
-            yield Mistake(name, shown(value), "this part of DeepSpeed is not supported", "remove it")
+            yield Mistake(name, shown(value), "is a part of DeepSpeed that is not supported", "remove it")
         elif "." not in key and key not in (*KNOWN, *FIXED, *SETTINGS):
             fix = f"did you mean {close}?" if (close := nearest(key, KNOWN)) else "remove it"
             yield Mistake(name, shown(value), "DeepSpeed has no such key", fix)
@@ -42,7 +42,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 def gathers_by_layer(config: RunConfig) -> bool:
     """Return whether our code shards and gathers the base per layer; DeepSpeed's engine is then at stage 2."""
-    return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_obstacle(config) is None
+    return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
 
 
 def engine_zero(config: RunConfig) -> ZeroSection:
@@ -58,10 +58,10 @@ def engine_zero(config: RunConfig) -> ZeroSection:
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
 
 
-def find_layer_gather_obstacle(config: RunConfig) -> str | None:
+def find_layer_gather_problem(config: RunConfig) -> str | None:
     """Return why the base of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
-        return "only frozen weights are gathered by layer, and all are trained"
+        return "only frozen weights are gathered by layer, but all weights are trained"
     if config.lora.dora or read_initial_adapter(config).get("use_dora"):
         return "DoRA needs unpartitioned weights for its initialization"
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():

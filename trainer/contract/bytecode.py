@@ -17,7 +17,8 @@ def find_missing_bytecode() -> list[str]:
 def redirect_bytecode() -> None:
     """Cache bytecode in zerolora's cache folder if it is missing and Python cannot write it next to the libraries.
 
-    Python cannot if they belong to another user, or if PYTHONDONTWRITEBYTECODE is set, as in containers.
+    Python cannot write it if the libraries belong to another user, or if PYTHONDONTWRITEBYTECODE is set, as in
+    containers.
     """
     if sys.pycache_prefix is not None or not find_missing_bytecode():
         return

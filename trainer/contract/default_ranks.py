@@ -12,7 +12,7 @@ CPU_RANKS = 2
 
 
 def default_ranks(env: Mapping[str, str] = os.environ) -> int:
-    """Return the default number of ranks: that of the SLURM job, or of this machine.
+    """Return the default number of ranks, from the SLURM job or else from this machine's GPUs.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILED = 0, 1
 EXIT_USAGE = 2
-"""A user error; equal to `UserError.exit_code`, because trainer.config does not import this package."""
+"""A user error; `UserError.exit_code` repeats it, because trainer.config does not import this package."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: the run was saved and should be restarted."""
 EXIT_RESTART = 77
 """Exit code of a rank that has written a restart note (trainer/contract/restart_record.py)."""
 
 REPORT_DELAY_S = 3.0
-"""Delay before a rank without a message exits, because mpirun and torchrun stop all ranks with the first."""
+"""Delay before a rank without a message exits, because mpirun and torchrun stop all ranks once one exits."""
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run after a save; the launcher forwards them to the ranks."""

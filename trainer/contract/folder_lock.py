@@ -2,7 +2,7 @@
 
 The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
 created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
-Holders on this machine are identified by process and start time. Those on other machines are considered dead once the
+Holders on this machine are identified by process and start time. Holders elsewhere are considered dead once the
 file's time has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
 because it was stopped or disconnected.
 """
@@ -70,7 +70,7 @@ class Lock:
     """Number of restarts of the job by the scheduler."""
     holders: tuple[Holder, ...]
     beat: int = 0
-    """Modification time of the file, which is that of the last heartbeat, in nanoseconds."""
+    """Modification time of the file in nanoseconds, set by every heartbeat."""
 
     @classmethod
     def for_this_process(cls) -> "Lock":
@@ -117,19 +117,19 @@ class FolderLock:
         path, lock, watch = lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not _create(path, lock):
-            found = _read(path)
-            if found is None:
-                continue  # released since
-            alive = watch.is_alive(found)
+            held = _read(path)
+            if held is None:
+                continue  # released in the meantime
+            alive = watch.is_alive(held)
             if alive is False:
-                say(f"note: output_dir={run_dir}: its last run ({found.describe()}) was killed; taking over its lock")
-                _remove(path, found.token)
+                say(f"note: output_dir={run_dir}: its last run ({held.describe()}) was killed; taking over its lock")
+                _remove(path, held.token)
                 continue
-            if alive and (not _should_wait(lock, found, resumes) or time.monotonic() > deadline):
-                raise _locked_error(run_dir, found)
-            until = f"its end, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
+            if alive and (not _should_wait(lock, held, resumes) or time.monotonic() > deadline):
+                raise _locked_error(run_dir, held)
+            until = f"it to end, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
             if until != reported:
-                say(f"note: output_dir={run_dir}: held by {found.describe()}; waiting for {until}")
+                say(f"note: output_dir={run_dir}: held by {held.describe()}; waiting for {until}")
                 reported = until
             time.sleep(POLL_S)
         return cls(run_dir, lock, owns=True)
@@ -177,13 +177,13 @@ class FolderLock:
     def _still_holds(self) -> bool:
         deadline = time.monotonic() + MAX_DELAY_S
         while not self._is_lost:
-            found = _read(self._path)
-            if found is None:
+            held = _read(self._path)
+            if held is None:
                 # The folder was emptied. Lock it again, unless another run has done so.
                 if self._ended.is_set() or _create(self._path, self._lock):
                     return True
-            elif found.token or time.monotonic() > deadline:
-                self._is_lost = found.token != self.token
+            elif held.token or time.monotonic() > deadline:
+                self._is_lost = held.token != self.token
                 break
             else:
                 # Incomplete: this run's other holder, its thread, or another run is writing it.
@@ -215,23 +215,23 @@ def lock_path(run_dir: Path) -> Path:
 def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
     """Raise UserError if a live run of this machine holds the folder, without writing anything."""
     try:
-        found = _read(lock_path(run_dir))
+        held = _read(lock_path(run_dir))
     except OSError:
         return  # reported by later checks
-    if found is not None and found.is_alive() and not _should_wait(Lock.for_this_process(), found, resumes):
-        raise _locked_error(run_dir, found)
+    if held is not None and held.is_alive() and not _should_wait(Lock.for_this_process(), held, resumes):
+        raise _locked_error(run_dir, held)
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock can be read here; allow for the delay of network file systems."""
-    found = _read_delayed(run_dir, lambda lock: lock.token == token)
-    return found is not None and found.token == token
+    """Return whether another rank's lock can be read here; wait for network file systems that show it late."""
+    held = _read_delayed(run_dir, lambda lock: lock.token == token)
+    return held is not None and held.token == token
 
 
 def describe_live_holder(run_dir: Path) -> str | None:
-    """Describe the run that holds the folder; None if there is none or it is known to be dead."""
-    found = _read(lock_path(run_dir))
-    return None if found is None or found.is_alive() is False else found.describe()
+    """Describe the run that holds the folder; None if no run holds it, or if the holder is known to be dead."""
+    held = _read(lock_path(run_dir))
+    return None if held is None or held.is_alive() is False else held.describe()
 
 
 class _HolderWatch:
@@ -256,22 +256,21 @@ class _HolderWatch:
         return True if self._changes else None
 
 
-def _should_wait(own: Lock, found: Lock, resumes: bool) -> bool:
-    """Return whether the run of lock `own` waits for the run that holds the folder."""
+def _should_wait(lock: Lock, held: Lock, resumes: bool) -> bool:
+    """Return whether the run of lock `lock` waits for the run that holds the folder."""
     under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
-    return found.is_predecessor_of(own) or (resumes and under_scheduler)
+    return held.is_predecessor_of(lock) or (resumes and under_scheduler)
 
 
 def _locked_error(run_dir: Path, lock: Lock) -> UserError:
-    return UserError(
-        f"output_dir={run_dir}: another run uses this folder, {lock.describe()}; wait for its end, or use another one"
-    )
+    problem = f"output_dir={run_dir}: another run uses this folder, {lock.describe()}"
+    return UserError(f"{problem}; wait until it ends, or use another folder")
 
 
 def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLost:
     by = f" by {lock.describe()}" if lock else ""
     return FolderLost(
-        f"output_dir={run_dir}: taken over by another run{by}, because this one sent no heartbeat for {STALE_S:.0f} s; "
+        f"output_dir={run_dir}: taken over by another run{by}, because this run sent no heartbeat for {STALE_S:.0f} s; "
         "stopping without a save"
     )
 
@@ -293,7 +292,7 @@ def _create(path: Path, lock: Lock) -> bool:
 
 
 def _read(path: Path) -> Lock | None:
-    """Return the lock; None if it does not exist.
+    """Return the lock; None if the file does not exist.
 
     An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder or pipe, OSError for errors of the
     file system.
@@ -316,9 +315,9 @@ def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | No
     """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S`."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:
-        found = _read(lock_path(run_dir))
-        if (found is not None and is_wanted(found)) or time.monotonic() > deadline:
-            return found
+        held = _read(lock_path(run_dir))
+        if (held is not None and is_wanted(held)) or time.monotonic() > deadline:
+            return held
         time.sleep(0.2)
 
 
@@ -329,7 +328,7 @@ def _remove(path: Path, token: str) -> None:
         os.rename(path, aside)  # only one of several processes that see the same dead lock succeeds
     except FileNotFoundError:
         return
-    found = _read(aside)
-    if found is not None and found.token != token and not path.exists():
+    held = _read(aside)
+    if held is not None and held.token != token and not path.exists():
         os.rename(aside, path)
     aside.unlink(missing_ok=True)

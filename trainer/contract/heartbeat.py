@@ -60,7 +60,7 @@ class Heartbeat:
     first_step: Count = 0
     """First optimizer step of this process; 0 before it begins."""
     device_reached: int | None = None
-    """Last mark reached by its GPU (trainer/parallel/ranks/watchdog.py), once it has stayed there."""
+    """Last mark that the rank's GPU reached (trainer/parallel/ranks/watchdog.py), once it has stayed there."""
 
     @classmethod
     def missing(cls, rank: int) -> "Heartbeat":
@@ -73,7 +73,7 @@ class Heartbeat:
         return self.pid == 0
 
     @property
-    def completed_step(self) -> bool:
+    def has_completed_step(self) -> bool:
         """Whether the process has completed a step since its start."""
         return self.step > self.first_step > 0
 
@@ -82,14 +82,14 @@ class Heartbeat:
         step = f"step {self.step}" if self.step else "before the first step"
         return f"{step}, phase {self.phase}" if self.phase else step
 
-    def line(self) -> bytes:
+    def encode(self) -> bytes:
         """Return the heartbeat as a line of JSON of fixed length, which overwrites the previous one completely."""
         values = asdict(self) | {name: round(getattr(self, name), 3) for name in ("idle_s", "time")}
         return json.dumps(values).ljust(LINE_BYTES - 1).encode() + b"\n"
 
     @classmethod
     def parse(cls, line: bytes) -> "Heartbeat | None":
-        """Parse the result of `line`; None if it is incomplete or damaged."""
+        """Parse the result of `encode`; None if it is incomplete or damaged."""
         try:
             beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
         except UnreadableFile:
@@ -129,7 +129,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         if beat is None or path.stem != f"heartbeat-{beat.rank}":
             continue
         if steps and beat.step < steps[-1] < MAX_STEPS:
-            # The phase is that of the previous step.
+            # The heartbeat's phase belongs to the previous step.
             beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
         beats[beat.rank] = beat
     return beats
@@ -161,7 +161,7 @@ class HeartbeatFolder:
         return self._file is not None
 
     def publish(self, beat: Heartbeat) -> None:
-        """Overwrite this rank's heartbeat; errors of the file system are only printed."""
+        """Overwrite this rank's heartbeat; file system errors are only printed."""
         try:
             if not self.writes:
                 return
@@ -176,30 +176,30 @@ class HeartbeatFolder:
                     )
             if self._file is not None and self.writes:
                 self._last = beat
-                os.pwrite(self._file, beat.line(), 0)
+                os.pwrite(self._file, beat.encode(), 0)
         except OSError as error:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
-    def note_step(self, step: int, first: int) -> None:
+    def write_step(self, step: int, first: int) -> None:
         """Write the current step from the main thread, in microseconds, so that it is known even after SIGKILL."""
         if self._file is not None:
             with suppress(OSError):  # `publish` prints such errors
                 os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
-    def note_end(self, exit_code: int) -> None:
+    def write_exit_code(self, exit_code: int) -> None:
         """Add the exit code to the last heartbeat; takes no lock, so that signal handlers can call it."""
         file, last = self._file, self._last
         if file is not None and last is not None and self.writes:
             self.writes = False
             with suppress(OSError):
-                os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).line(), 0)
+                os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).encode(), 0)
 
     def read(self) -> dict[int, Heartbeat]:
         """Return the latest heartbeat of every rank that has one."""
         return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
-    def verdict(self) -> Hang | None:
-        """Return the verdict on this run, if a rank has written one."""
+    def read_verdict(self) -> Hang | None:
+        """Return the verdict on this run; None if no rank has written one."""
         return read_hang(self._logs) if self._is_decided() else None
 
     def _is_decided(self) -> bool:
@@ -209,8 +209,8 @@ class HeartbeatFolder:
         except OSError:
             return False
 
-    def decide(self, verdict: Hang) -> bool:
-        """Write a verdict; return False if another rank already has."""
+    def write_verdict(self, verdict: Hang) -> bool:
+        """Write a verdict; return False if another rank has already written one."""
         path = self._logs / VERDICT_FILE
         if not self._is_decided():
             path.unlink(missing_ok=True)

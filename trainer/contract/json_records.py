@@ -29,7 +29,7 @@ def parse_record(line: bytes, path: Path) -> Record:
     record: Record = parse_json(line, path, _Shape)
     step = record.get("step")
     if step is None or step < 0:
-        raise UnreadableFile(path, "has a record without a step, or with a negative one")
+        raise UnreadableFile(path, "has a record without a step, or with a negative step")
     return record
 
 

@@ -1,8 +1,8 @@
-"""Installed versions of libraries, and the versions with which our use of their private names is tested.
+"""Installed versions of libraries, and the versions in which we have tested the private names that we use.
 
 Private names may change within the version ranges of pyproject.toml. A run with untested versions warns once, and a
 missing private name is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
-replaces a library's.
+replaces library code.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,37 +29,37 @@ KNOWN = {
     "lm_eval": ("0.4.13",),
     "compressed-tensors": ("0.20.0",),
 }
-"""Tested versions of libraries of which private names are used, newest last."""
+"""Tested versions of the libraries from which we use private names, newest last."""
 
 
 def installed(library: str) -> str | None:
     """Return the installed version without its build suffix (2.13.0 of 2.13.0+cpu); None if it is not installed."""
-    found = installed_version(library)
-    return found and found.partition("+")[0]
+    release = installed_version(library)
+    return release and release.partition("+")[0]
 
 
 def describe_untested() -> list[str]:
     """Return `transformers 5.24.0 (tested: 5.17.0, 5.23.0)` for each untested library."""
     return [
-        f"{library} {found} (tested: {', '.join(tested)})"
+        f"{library} {release} (tested: {', '.join(tested)})"
         for library, tested in KNOWN.items()
-        if (found := installed(library)) is not None and found not in tested
+        if (release := installed(library)) is not None and release not in tested
     ]
 
 
 def version_warning() -> str | None:
-    """Return a warning if any version is untested, else None."""
+    """Return a warning if any version is untested; None if all are tested."""
     lines = describe_untested()
-    return f"not tested with {'; '.join(lines)}; constraints.txt has tested versions" if lines else None
+    return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None
 
 
 def changed(library: str, what: str) -> UserError:
-    """Return the error for a changed private name of a library."""
-    found, tested = installed(library), KNOWN[library][-1]
+    """Return the error to raise if a private name of a library has changed."""
+    release, tested = installed(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
-    if found == tested:  # caused by this model or setting
-        fix = "report it with the configuration of the run"
-    return UserError(f"{library} {found}: {what}, which zerolora needs; {fix}")
+    if release == tested:  # caused by this model or setting
+        fix = "report this with the configuration of the run"
+    return UserError(f"{library} {release}: {what}, which zerolora needs; {fix}")
 
 
 def require(owner: object, name: str, library: str) -> Any:
@@ -97,4 +97,4 @@ def installed_version(package: str) -> str | None:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run's results."""
-    return {package: found for package in PACKAGES if (found := installed_version(package)) is not None}
+    return {package: release for package in PACKAGES if (release := installed_version(package)) is not None}

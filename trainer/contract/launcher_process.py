@@ -41,7 +41,7 @@ PARENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """A unique identifier of a process on any host."""
+    """Identifies a process uniquely across hosts."""
 
     kernel: str
     """Boot ID of the kernel, and PID namespace."""
@@ -53,7 +53,7 @@ class ProcessMark:
     def read(cls, pid: int) -> "ProcessMark | None":
         """Return the mark of a process of this host; None if it has exited."""
         fields = read_stat(pid)
-        return None if fields is None else cls(_kernel(), pid, fields[19])
+        return None if fields is None else cls(_read_kernel_id(), pid, fields[19])
 
     @classmethod
     def parse(cls, text: str) -> "ProcessMark | None":
@@ -66,7 +66,7 @@ class ProcessMark:
 
     def is_visible(self) -> bool:
         """Return whether the process is on this host and in this PID namespace."""
-        return self.kernel == _kernel()
+        return self.kernel == _read_kernel_id()
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs and is not a zombie; None if it is not visible."""
@@ -90,7 +90,7 @@ def keep_alive_file(logs: Path, ended: threading.Event) -> None:
         try:
             (logs / ALIVE_FILE).touch()
             has_failed = False
-        except OSError as error:  # ranks tolerate a longer interval
+        except OSError as error:  # ranks tolerate missing heartbeats for a while
             if not has_failed:
                 print(f"{logs / ALIVE_FILE}: {error}", file=sys.stderr)
             has_failed = True
@@ -103,7 +103,7 @@ class LauncherWatch:
 
     def __init__(self, environment: Mapping[str, str], *, is_rank: bool) -> None:
         self._launcher = ProcessMark.parse(environment.get(VARIABLE, ""))
-        self._above = _find_starter(environment) if is_rank else None
+        self._starter = _find_starter(environment) if is_rank else None
         self._file: Path | None = None
         self._timeout_s = 0.0
         # A copy, because stderr will be redirected to a log.
@@ -112,7 +112,7 @@ class LauncherWatch:
 
     def start(self) -> None:
         """Start the thread if this process has a launcher."""
-        if self._launcher is not None or self._above is not None:
+        if self._launcher is not None or self._starter is not None:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
@@ -121,11 +121,11 @@ class LauncherWatch:
 
     def find_loss(self) -> str | None:
         """Describe the process or connection that was lost; None if none was."""
-        launcher, above = self._launcher, self._above
+        launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"
-        if above is not None and not above.is_alive():
-            return f"process {above.pid}, which started this one, has exited"
+        if starter is not None and not starter.is_alive():
+            return f"process {starter.pid}, which started this one, has exited"
         if self._stderr is not None and _is_closed(self._stderr):
             return "the connection to the zerolora process, which started this one, is closed"
         if launcher is not None and not launcher.is_visible() and self._is_silent():
@@ -175,7 +175,7 @@ def _is_closed(descriptor: int) -> bool:
 
 
 def _find_starter(environment: Mapping[str, str]) -> ProcessMark | None:
-    """Return the process of srun, mpirun, torchrun or DeepSpeed's launcher that started this rank; None without one."""
+    """Return the process of srun, mpirun, torchrun or DeepSpeed that started this rank; None if none of them did."""
     if any(name in environment for name in DAEMON_VARIABLES):
         try:
             daemons = [process for process in psutil.Process().parents() if process.name().startswith(DAEMONS)]
@@ -196,6 +196,6 @@ def read_stat(pid: int) -> list[str] | None:
         return None
 
 
-def _kernel() -> str:
+def _read_kernel_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"

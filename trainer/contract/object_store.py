@@ -24,7 +24,7 @@ VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime"
 
 
 @contextmanager
-def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
+def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
     """Yield the file system and path of a URL; convert errors to UserErrors that begin with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
@@ -37,7 +37,7 @@ def store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
     except ImportError:
         package = PACKAGES.get(scheme, f"fsspec's package for {scheme}")
         raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
-    except Exception as error:  # every store raises its own
+    except Exception as error:  # each store raises its own exception types
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
         fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
         reason = f"{type(error).__name__}: {str(error)[:200]}"
@@ -50,8 +50,8 @@ def _is_not_last(name: str) -> bool:
 
 def _list_files(system: Any, root: str) -> dict[str, Any]:
     """Return file name -> entry below `root` (name "" if it is a file), without names that leave `root`."""
-    found = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
-    return {name: entry for name, entry in found.items() if ".." not in name.split("/")}
+    entries = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
+    return {name: entry for name, entry in entries.items() if ".." not in name.split("/")}
 
 
 def _download(system: Any, root: str, names: Iterable[str], target: Path) -> None:
@@ -64,7 +64,7 @@ def fetch_data(url: str, named: str) -> Path:
     """Return a local copy of a file or folder, downloaded again after any change. Raises UserError if it is missing."""
     target = local_copy(url)
     record = target.with_name(f".{target.name}.versions")
-    with store(url, named) as (system, root):
+    with open_store(url, named) as (system, root):
         files = _list_files(system, root)
         if not files:
             raise UserError(f"{named}: no such file or folder; check its name")
@@ -103,10 +103,10 @@ def _find_newest_step(checkpoints: set[str]) -> int:
 
 
 def fetch_run(run_dir: Path) -> None:
-    """Download the checkpoints that a copy lacks, and its other files if the store has a newer checkpoint."""
+    """Download the checkpoints that the copy lacks, and the other files if the store has a newer checkpoint."""
     if (url := remote_url(run_dir)) is None:
         return
-    with store(url, f"output_dir={url}") as (system, root):
+    with open_store(url, f"output_dir={url}") as (system, root):
         (remote, stored), (_, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
         is_newer = _find_newest_step(stored) > _find_newest_step(copied) or not (run_dir / "run.json").exists()
         missing = stored - copied
@@ -117,11 +117,11 @@ def fetch_run(run_dir: Path) -> None:
 def upload_run(run_dir: Path) -> str | None:
     """Make the store equal to the copy, and return its URL; None if the folder is not a copy.
 
-    Deletes checkpoints that only the store has: this run fetched them, and has moved or deleted its copies.
+    Deletes checkpoints that only the store has: this run fetched them, and then moved or deleted its copies.
     """
     if (url := remote_url(run_dir)) is None:
         return None
-    with store(url) as (system, root):
+    with open_store(url) as (system, root):
         (remote, stored), (local, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
         for name in sorted(remote, key=_is_not_last):
             if CHECKPOINT.fullmatch(remote[name]) and remote[name] not in copied:

@@ -39,7 +39,7 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
     if not path.is_file() or not path.stat().st_size:
         return
     if not keys <= find_json(path, dict[str, Any], {}).keys():
-        raise UserError(f"{named}: already exists with other content; use a new file, or remove it")
+        raise UserError(f"{named}: already exists with other content; use another file, or remove this one")
 
 
 def check_settings_file(path: Path, named: str, *, force: bool) -> None:
@@ -48,14 +48,14 @@ def check_settings_file(path: Path, named: str, *, force: bool) -> None:
     if path.exists() and not force:
         raise UserError(f"{named}: already exists; use another file, or add --force")
     if path.exists() and path.stat().st_size and not read_bytes(path).startswith(b"# zerolora train "):
-        raise UserError(f"{named}: was not written by zerolora; use another file, or remove it")
+        raise UserError(f"{named}: was not written by zerolora; use another file, or remove this one")
 
 
 def disk_error(error: BaseException) -> str | None:
     """Return the system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (found := _RUST.search(str(error))):
-        number = int(found[1])
+    if number is None and (match := _RUST.search(str(error))):
+        number = int(match[1])
     return os.strerror(number) if number in DISK_ERRORS else None
 
 
@@ -72,7 +72,7 @@ def describe_disk(path: Path) -> str:
 
 @contextmanager
 def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
-    """Append disk errors of the block to `failures` instead of raising them; `path` is on the disk."""
+    """Append disk errors of the block to `failures` instead of raising them; `path` is on that disk."""
     try:
         yield
     except Exception as error:  # tokenizers raises plain Exception

@@ -40,7 +40,7 @@ def get_typed_command(argv: Sequence[str]) -> list[str]:
 def resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
     """Return the command that resumes this run, which may have started by overwriting an earlier one.
 
-    Ranks started by another launcher do not know its command, so that this returns only the settings to add.
+    If `zerolora` did not start the ranks, the command is unknown, and only the settings to add are returned.
     """
     program, *words = get_typed_command(argv)
     settings = [f"{RESUME}=latest", *["output.overwrite=false"] * overwrites]
@@ -60,7 +60,7 @@ class StartMessage:
     """File for its output until it opens its own log."""
 
     def send(self, channel: socket.socket) -> None:
-        """Start the rank at the other end; ignore a rank that has exited, which its parent detects."""
+        """Start the rank at the other end; ignore a rank that has exited, because its parent detects that."""
         try:
             channel.sendall(json.dumps(asdict(self)).encode() + b"\n")
         except OSError:

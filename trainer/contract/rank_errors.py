@@ -1,6 +1,6 @@
 """Errors of ranks: rank N writes logs/error-N.json before it exits, and the launcher reads it.
 
-A rank without such a file was killed, or failed before it knew the run's folder; its log then has a traceback, if any.
+A rank without such a file was killed, or failed before it knew the run's folder; its log may then have a traceback.
 """
 
 from contextlib import suppress
@@ -13,7 +13,7 @@ from trainer.contract.whole_files import write_json
 
 
 class OtherRankFailed(Exception):
-    """Base of errors that a rank raises because another one has failed."""
+    """Base of errors that a rank raises because another rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RankError:
 
     @classmethod
     def from_exception(cls, rank: int, error: Exception) -> "RankError":
-        """Convert an exception."""
+        """Build the record of `error`, raised on `rank`."""
         is_user_error = isinstance(error, UserError)
         text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         return cls(rank, text, is_user_error, isinstance(error, OtherRankFailed))
@@ -42,6 +42,6 @@ class RankError:
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
-    """Return the errors of all ranks that have written one, except damaged files."""
-    found: list[RankError | None] = [find_json(path, RankError) for path in logs.glob("error-*.json")]
-    return {error.rank: error for error in found if error is not None}
+    """Return the error of each rank that has written one; damaged files are ignored."""
+    errors: list[RankError | None] = [find_json(path, RankError) for path in logs.glob("error-*.json")]
+    return {error.rank: error for error in errors if error is not None}

@@ -54,10 +54,10 @@ def srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
 
 def first_host(node_list: str) -> str:
     """Return the first node of a SLURM node list, such as `gpu003` of `gpu[003-006,9],login`."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
-    if found is None:
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+    if match is None:
         raise ValueError(f"{node_list!r} is not a node list")
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())
 
 
 def host_name() -> str:

@@ -53,7 +53,7 @@ class RestartNote:
         return {
             "training.batch_size": str(self.batch_size),
             "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
-            "training.global_batch_size": "null",  # follows from the two above
+            "training.global_batch_size": "null",  # follows from the two values above
             "zero.stage": str(self.stage),
         }
 
@@ -69,7 +69,7 @@ class Restart:
     step: Count
     """The last step that was started; 0 before the first."""
     checkpoint: str
-    """Name of its folder; empty for a start from scratch."""
+    """Name of the checkpoint's folder; empty for a start from scratch."""
     ranks: int
     """Number of ranks that were started."""
 
@@ -91,7 +91,7 @@ def delete_restarts(run_dir: Path) -> None:
 
 
 def complete_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return complete checkpoint -> its time in nanoseconds, for the run or all of its adapters."""
+    """Return name -> modification time in nanoseconds of complete checkpoints of the run, or of all its adapters."""
     has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
     folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
@@ -100,5 +100,5 @@ def complete_checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def newest_checkpoint(names: Iterable[str]) -> str:
-    """Return the checkpoint with the highest step, or an empty string."""
+    """Return the checkpoint with the highest step; an empty string without checkpoints."""
     return max(names, key=lambda name: int(name.rpartition("-")[2]), default="")

@@ -17,7 +17,7 @@ class Progress:
         self._is_shown = False
 
     def show(self, text: str, *, on_pipe: bool = False) -> None:
-        """Replace the progress line by `text`."""
+        """Replace the progress line with `text`."""
         if os.environ.get("TERM") != "dumb" and os.isatty(2):
             width = shutil.get_terminal_size().columns - 5
             self._write("".join(filter(str.isprintable, text))[:width] + " ...")
@@ -40,7 +40,7 @@ class Progress:
 PROGRESS = Progress()
 
 
-class _Forgiving(io.FileIO):
+class _ForgivingFile(io.FileIO):
     """A file that ignores write errors, so that no print can stop a run."""
 
     def write(self, data: Any) -> int:
@@ -53,7 +53,7 @@ class _Forgiving(io.FileIO):
 
 def forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
     """Return a line-buffered text stream that ignores write errors."""
-    raw = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
+    raw = io.BufferedWriter(_ForgivingFile(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 

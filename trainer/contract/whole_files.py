@@ -43,9 +43,9 @@ def apply_umask(path: Path) -> None:
     probe.touch()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for each in folder.rglob("*") if path == folder else (path,):
-        if each.is_file() and not each.is_symlink():
-            each.chmod(mode)
+    for file in folder.rglob("*") if path == folder else (path,):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def sync(path: Path) -> None:

@@ -80,7 +80,8 @@ class MicroBatch:
     position_ids: torch.Tensor | None = None
     """Positions from 0 in every document; padding counts as a separate document."""
     unpadded: torch.Tensor | None = None
-    """0 at the padding of packs in several rows, else 1. Not passed to models: as a mask it would merge documents."""
+    """0 at the padding of packs in several rows, otherwise 1. Not passed to models: as a mask it would merge
+    documents."""
     cu_seqlens: torch.Tensor | None = None
     """Document bounds: cumulative lengths from 0, int32 [D + 1]."""
     max_seqlen: int = 0
@@ -313,7 +314,7 @@ class StreamBatches(GlobalBatches):
                 self._start(self._epoch + 1, None)
             else:
                 raise UserError(
-                    "dataset.streaming=true: the stream has no record to train on. Check it with `zerolora inspect`."
+                    "dataset.streaming=true: the stream has no record to train on; check it with `zerolora inspect`"
                 )
         self._position += count
         return samples
@@ -322,7 +323,7 @@ class StreamBatches(GlobalBatches):
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass in order, with empty ones so that all ranks have the same number."""
+    """Yield this rank's batches of one pass in order, with empty batches so that all ranks have the same number."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -354,7 +355,7 @@ def collate(
             rows = samples if packed else documents
             batch = collate(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
         if sequence is not None:  # every rank needs the labels of all answers
-            batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
+            batch = replace(batch, weights=_collect_weights(documents, list(map(_build_targets, documents))))
         counts = [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
         fields = {name: [value for sample in samples for value in getattr(sample, name)] for name in _PAIR_FIELDS}
         tensors: dict[str, Any] = {name: torch.tensor(values) for name, values in fields.items() if values}
@@ -367,8 +368,8 @@ def collate(
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
         rows.append(Sample([pad_token_id] * short, [False] * short, [short]))
-    row_targets = [_targets(row) for row in rows]
-    weights = _weights(rows, row_targets)
+    row_targets = [_build_targets(row) for row in rows]
+    weights = _collect_weights(rows, row_targets)
     if flat:
         batch = _join_rows(rows, row_targets, tokens, weights)
         return batch if sequence is None else sequence.cut(batch)
@@ -383,7 +384,7 @@ def collate(
     unpadded = (torch.arange(longest) < lengths[:, None]).long()
     if not packed:
         return replace(batch, attention_mask=unpadded)
-    positions = [_positions([*row.document_lengths, longest - len(row.input_ids)]) for row in rows]
+    positions = [_build_positions([*row.document_lengths, longest - len(row.input_ids)]) for row in rows]
     return replace(batch, position_ids=torch.from_numpy(np.stack(positions)), unpadded=unpadded)
 
 
@@ -396,7 +397,7 @@ def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatc
     for name, value in padding.items():
         rows = [getattr(batch, name) for batch in batches]
         if rows[0] is not None and not is_flat:
-            rows = [torch.nn.functional.pad(each, (0, longest - each.shape[1]), value=value) for each in rows]
+            rows = [torch.nn.functional.pad(row, (0, longest - row.shape[1]), value=value) for row in rows]
         if rows[0] is not None:
             parts[name] = torch.cat(rows, dim=1 if is_flat else 0)
     if is_flat:
@@ -418,7 +419,7 @@ def _join_rows(
         torch.tensor([[token for row in rows for token in row.input_ids]]),
         torch.from_numpy(np.concatenate(targets)[None]),
         tokens,
-        position_ids=torch.from_numpy(_positions(lengths)[None]),
+        position_ids=torch.from_numpy(_build_positions(lengths)[None]),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=max(lengths),
         weights=weights,
@@ -437,7 +438,7 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
 
 
-def _targets(sample: Sample) -> NDArray[np.int64]:
+def _build_targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
     targets[:-1] = np.where(np.asarray(sample.trained[1:]) > 0, ids[1:], IGNORED)
@@ -446,7 +447,7 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
     return targets
 
 
-def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
+def _collect_weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
     """Return the weights of the targets of all rows, fp32; None if all are 1."""
     positions = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
     parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
@@ -454,7 +455,7 @@ def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> to
     return torch.from_numpy(weights) if (weights != 1.0).any() else None
 
 
-def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
+def _build_positions(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
 
 

@@ -57,7 +57,7 @@ def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | No
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, entry in manifest.items():
             if entry != _describe_file(folder / name):
-                raise ValueError(f"{name} differs from what was written")
+                raise ValueError(f"{name} differs from the manifest")
         return load(folder), None
     except PermissionError:
         raise
@@ -107,11 +107,11 @@ def _describe_unwritable(folder: Path, error: OSError) -> UserError:
     entry = Path(error.filename or folder)
     if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(
-            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it belongs to another user "
+            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in this folder belongs to another user "
             f"({error.strerror}); let its owner run `chmod -R a+rX {folder}`, or use another folder"
         )
-    problem = f"dataset.cache_dir={folder}: data cannot be written there ({error.strerror})"
+    problem = f"dataset.cache_dir={folder}: cannot be written ({error.strerror})"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return UserError(f"{problem}; use a folder, not a file")
-    fix = "free space" if error.errno in DISK_FULL else "fix its permissions"
+    fix = "free some space" if error.errno in DISK_FULL else "fix its permissions"
     return UserError(f"{problem}; {fix}, or use another folder")

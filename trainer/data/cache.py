@@ -20,7 +20,7 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
-from trainer.data.grouping import DataStats, Sources, group_documents, read_figures
+from trainer.data.grouping import DataStats, Sources, group_documents, read_columns
 from trainer.data.image_parts import FILE, get_stored_file, has_changed
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import compute_content_key
@@ -65,10 +65,12 @@ def prepare_data(
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model has positions for {max_length_of_model} tokens only; "
+            f"dataset.max_length={section.max_length}: the model only has positions for {max_length_of_model} tokens; "
             f"use {max_length_of_model} or less"
         )
-    train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
+    train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)] or [
+        ("dataset", section)
+    ]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section, images)
     streamed = train if section.streaming else []
@@ -99,13 +101,13 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
-        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_find_prompt_form(reports))
         return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
 
-def _prompt_form(reports: Sequence[SourceReport]) -> str | None:
+def _find_prompt_form(reports: Sequence[SourceReport]) -> str | None:
     """Return the form of text prompts, or None (chat template) if any source has conversations."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
@@ -144,7 +146,7 @@ def _build(
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
         documents, report = encode_source(source, label, encoder, workers=section.workers, file=file)
-        parts.append(read_figures(documents.data))
+        parts.append(read_columns(documents.data))
         reports.append(report)
     training, held_out, stats = group_documents(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(
@@ -157,7 +159,7 @@ def _build(
     stats = replace(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
-        prompt_text=_prompt_form(reports[: len(train)] or reports),
+        prompt_text=_find_prompt_form(reports[: len(train)] or reports),
         skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
@@ -207,6 +209,6 @@ def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, set
     if prepared.stats.truncated:
         raise UserError(
             f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} texts are longer than "
-            f"dataset.max_length={section.max_length}; split them, or raise it"
+            f"dataset.max_length={section.max_length}; split them, or raise dataset.max_length"
         )
     return samples

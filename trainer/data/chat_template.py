@@ -35,7 +35,7 @@ def _limit_time() -> Iterator[None]:
     """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, as nested loops may."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise RenderError(f"it takes more than {MAX_RENDER_SECONDS} seconds")
+        raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
 
     if current_thread() is not main_thread():  # only the main thread gets signals
         yield
@@ -72,8 +72,8 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError) as error:
-            problem = f"chat template {shown(source)}: this template cannot be used ({error})"
-            raise UserError(f"{problem}; fix it, or set another in dataset.chat_template") from None
+            problem = f"chat template {shown(source)}: cannot be rendered ({error})"
+            raise UserError(f"{problem}; fix it, or set another template in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of messages, numbered or not. Raises RenderError if the template rejects them."""
@@ -220,7 +220,7 @@ class ChatTemplate:
         try:
             return name in self.render([_QUESTION, {**_CALL, "tool_calls": [first, second]}], [_TOOL])
         except RenderError:
-            return True  # it rejects such turns itself
+            return True  # the template itself rejects such turns
 
     @cached_property
     def question_prompt(self) -> str:
@@ -241,9 +241,9 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """Maps whether an answer has tool calls to the token that ends it within a conversation.
+        """The token that ends an answer in a conversation, by whether the answer has tool calls.
 
-        It is the last token of the answer's turn, or the first of the next turn.
+        It is the last token of the answer's turn, or the first token of the next turn.
         """
         return {
             False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
@@ -259,7 +259,7 @@ class ChatTemplate:
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
     def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
-        """Return the token that ends an answer, and its end; it is the answer's last token or the next one.
+        """Return the token that ends an answer, which is its last token or the next one, and the token's end.
 
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """

@@ -19,7 +19,7 @@ from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
-FIX = "set dataset.chat_template to one with {% generation %} blocks around the answers, or dataset.train_on: all"
+FIX = "set dataset.chat_template to a template with {% generation %} blocks around answers, or dataset.train_on: all"
 # How warnings describe the parts of a record that a template drops.
 LOST_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
 LOST_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
@@ -60,7 +60,7 @@ def render_prompt(
     """
     source = find_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
-        raise UserError("dataset.chat_template: the tokenizer has no chat template; set one")
+        raise UserError("dataset.chat_template: the tokenizer has no chat template; set a template")
     if tools and "tools" not in source:
         raise UserError("the conversation has tools, which the chat template does not support; remove them")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
@@ -69,11 +69,11 @@ def render_prompt(
             chat, tools, add_generation_prompt=True
         )
     except RenderError as error:
-        raise UserError(f"the chat template rejects the conversation ({error})") from None
+        raise UserError(f"the chat template rejects the conversation ({error}); change its turns") from None
 
 
 def prepend_system_message(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """Return the messages after the system prompt, unless they begin with a system message."""
+    """Prepend the system prompt to the messages, unless they begin with a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -111,7 +111,7 @@ class ChatEncoder:
 
     def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[Encoded]:
         """Return the documents of conversations. Raises UserError for a bad record, identified by `where`."""
-        chats = [self._render(each, place) for each, place in zip(conversations, where, strict=True)]
+        chats = [self._render(conversation, place) for conversation, place in zip(conversations, where, strict=True)]
         documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], where)
         return [
             replace(document, lost=tuple(chat.lost), images=conversation.images)
@@ -166,7 +166,7 @@ class _Rendered:
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
             if self._is_written(text, turn, self._marks.texts) and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
-                    problem = f"writes one tool call per turn, and turn {turn + 1} has {len(calls)}"
+                    problem = f"writes one tool call per turn, but turn {turn + 1} has {len(calls)}"
                     raise UserError(f"{self._where}: the chat template {problem}; write each as a separate turn")
             elif role == "system":
                 self.lost[LOST_SYSTEM] = None
@@ -177,8 +177,8 @@ class _Rendered:
         core = text.strip()
         if self._texts_are_marked or not core:
             return not core or turn in marked
-        pieces = [each.strip() for each in core.split(IMAGE)]
-        return all(each in self.text or json.dumps(each, ensure_ascii=False)[1:-1] in self.text for each in pieces)
+        pieces = [piece.strip() for piece in core.split(IMAGE)]
+        return all(piece in self.text or json.dumps(piece, ensure_ascii=False)[1:-1] in self.text for piece in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
         """Find the characters to train. Raises UserError if they cannot be located in the rendered text."""
@@ -194,7 +194,7 @@ class _Rendered:
                 continue
             blocks, trained = self._find_blocks(turn), list[Span]()
             if role != "assistant":
-                ends = [self._end_token(start, end) for start, end in blocks]
+                ends = [self._find_end_token(start, end) for start, end in blocks]
                 trained = _merge_spans([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
                 trained = self._find_answer(index, blocks)
@@ -205,8 +205,8 @@ class _Rendered:
 
     def mask_thoughts(self) -> None:
         """Exclude reasoning from training. Raises UserError if it cannot be located in the rendered text."""
-        thinks = any("</think>" in str(each) or "reasoning_content" in each for each in self._chat)
-        if thinks and not self._texts_are_marked:
+        has_thoughts = any("</think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
+        if has_thoughts and not self._texts_are_marked:
             problem = "reasoning cannot be distinguished in this tokenizer's chat template"
             raise UserError(f"{self._where}: {problem}; {FIX}")
         for first, last in find_thoughts(self._marks):
@@ -226,7 +226,7 @@ class _Rendered:
             self.lost[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
-        """Find a turn's spans, except those inside another role's turn: a tool result may mark its call again."""
+        """Find a turn's spans, except spans inside another role's turn: a tool result may mark its call again."""
         role, spans = self._roles[turn], self._marks.turns.get(turn, [])
         if len(spans) < 2:
             return spans
@@ -236,7 +236,9 @@ class _Rendered:
     def _find_answer(self, index: int, blocks: list[Span]) -> list[Span]:
         template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
         if template.has_generation_blocks:
-            answer_start = self._answer_start(index, *blocks[0])  # a block may hold the header, which is never trained
+            answer_start = self._find_answer_start(
+                index, *blocks[0]
+            )  # a block may hold the header, which is never trained
             spans = [
                 (max(begin, answer_start), stop)
                 for start, end in blocks
@@ -247,17 +249,17 @@ class _Rendered:
                 spans[-1] = (spans[-1][0], template.token_after(text[: blocks[-1][1]], spans[-1][1])[1])
             return spans
         start, end = blocks[0]
-        begin, texts = self._answer_start(index, start, end), self._marks.texts
+        begin, texts = self._find_answer_start(index, start, end), self._marks.texts
         if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
             # The turn contains the results of its calls; rendering without them shows where they begin.
             alone = template.render_marked(self._chat[: index + 1], self._tools)
             stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
             return [(begin, max(begin, stop)), *(span for span in texts.get(turn, []) if span[0] >= max(begin, stop))]
         spans = [(begin, end), *blocks[1:]]
-        spans[-1] = (spans[-1][0], self._answer_end(index, *spans[-1]))
+        spans[-1] = (spans[-1][0], self._find_answer_end(index, *spans[-1]))
         return spans
 
-    def _answer_start(self, index: int, start: int, end: int) -> int:
+    def _find_answer_start(self, index: int, start: int, end: int) -> int:
         """Find where an answer starts, after its generation prompt or fixed header."""
         turn = self._chat[index][TURN_KEY]
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
@@ -275,7 +277,7 @@ class _Rendered:
         has_no_prompt = observed == "" and self._template.question_prompt
         return start + common if common or has_no_prompt or first is None else first
 
-    def _answer_end(self, index: int, start: int, end: int) -> int:
+    def _find_answer_end(self, index: int, start: int, end: int) -> int:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
         token, stop = self._template.end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
@@ -284,7 +286,7 @@ class _Rendered:
         self.text = self.text[:stop] + closing
         return len(self.text)
 
-    def _end_token(self, start: int, end: int) -> Span:
+    def _find_end_token(self, start: int, end: int) -> Span:
         """Find the end-of-turn token at the end of a block; closing tags like [/INST] and </result> do not count."""
         stop = start + len(self.text[start:end].rstrip())
         token = self._template.token_at_end(self.text, start, end)
@@ -308,7 +310,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
         if used and name not in template.source:
             raise UserError(
                 f"{where}: has {name.replace('_', ' ')}, which this tokenizer's chat template does not support; "
-                "set dataset.chat_template to one that does, or remove them"
+                "set dataset.chat_template to a template that supports them, or remove them"
             )
 
 

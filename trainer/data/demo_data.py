@@ -32,17 +32,17 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 Example = dict[str, list[dict[str, str]]]
 
 
-def demo_data(cache: Path) -> tuple[Path, Path]:
+def build_demo_data(cache: Path) -> tuple[Path, Path]:
     """Return the paths of train.jsonl and eval.jsonl, built from the running Python's standard library."""
     version = ".".join(map(str, sys.version_info[:3]))
     folder = cache / f"stdlib-{version}-v{DATA_VERSION}"
     if not folder.is_dir():
-        make_once(folder, _write_splits)
+        build_once(folder, _write_splits)
     return folder / "train.jsonl", folder / "eval.jsonl"
 
 
-def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill `folder` by calling `make` with a temporary folder, renamed when complete; other processes wait."""
+def build_once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Fill `folder` by calling `build` with a temporary folder, renamed when complete; other processes wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():
@@ -50,7 +50,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
         unfinished.mkdir()
         try:
-            make(unfinished)
+            build(unfinished)
             apply_umask(unfinished)
             unfinished.rename(folder)
         finally:
@@ -59,7 +59,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 def _write_splits(folder: Path) -> None:
     splits: dict[str, list[Example]] = {"train": [], "eval": []}
-    for name, example in stdlib_examples(Path(sysconfig.get_path("stdlib"))):
+    for name, example in list_stdlib_examples(Path(sysconfig.get_path("stdlib"))):
         splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
     for split, examples in splits.items():
         # In source order, a short evaluation would cover only one module. The order by hash is the same everywhere.
@@ -72,8 +72,8 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
-    """Yield the name and conversation of every documented function and method below `root`, each prompt once.
+def list_stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
+    """Yield the name and conversation of every documented function and method below `root`, each prompt only once.
 
     The sources are parsed, never imported. The split uses the bare name, so that `close` of one class is not held out
     while `close` of another, often identical, is trained on.
@@ -84,15 +84,15 @@ def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
         if NOT_LIBRARY.intersection(relative.parts):
             continue
         module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
-        for owner, function in _documented_functions(path):
-            example = _example(module, owner, function)
+        for owner, function in _find_documented_functions(path):
+            example = _build_example(module, owner, function)
             prompt = example["messages"][0]["content"]
             if prompt not in seen and sum(len(turn["content"]) for turn in example["messages"]) <= MAX_CHARACTERS:
                 seen.add(prompt)
                 yield function.name, example
 
 
-def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _find_documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the library
@@ -109,7 +109,7 @@ def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | a
                 yield owner, child
 
 
-def _example(module: str, owner: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Example:
+def _build_example(module: str, owner: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Example:
     arguments = function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []

@@ -1,4 +1,4 @@
-"""Encode records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
+"""Encode records as tokenized documents: detect the source's format once, then parse, render, mask and truncate."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from trainer.contract.known_versions import replaces
 from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, find_chat_template
 from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, join_names
 from trainer.data.marks import strip_reasoning
-from trainer.data.pairs import Labelled, Pair, join_labelled, join_pair, read_pair, read_unpaired
+from trainer.data.pairs import Labeled, Pair, join_labeled, join_pair, read_pair, read_unpaired
 from trainer.data.records import Text, Turns, find_answers, find_prompt_form, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
@@ -37,7 +37,7 @@ _COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("column
 LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Column types of tokenized documents; columns.yaml describes the columns."""
 ROWS_AT_ONCE = 512
-Example = Turns | Text | Pair | Labelled
+Example = Turns | Text | Pair | Labeled
 # One token to predict, and the one before it.
 SHORTEST_PART = 2
 
@@ -175,7 +175,7 @@ class DocumentEncoder:
             "image_tokens": sum(token in image_ids for token in document.input_ids),
             "rejected": document.rejected,
             "margin": example.margin if isinstance(example, Pair) else 0.0,
-            "label": (1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0,
+            "label": (1 if example.is_desirable else -1) if isinstance(example, Labeled) else 0,
             "targets": 0 if is_dropped else sum(trained[1:]),
             "truncated": too_long or document.cut,
             "answers": len(answers),
@@ -187,20 +187,20 @@ class DocumentEncoder:
         }
 
     def _check_images(self, example: Example, where: str) -> None:
-        """Raise UserError for images in one answer of a pair, or with a model that is not trained on images."""
+        """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
         images = {side.images for side in _sides(example) if isinstance(side, Turns)}
         if any(images) and self.images is None:
-            fix = "use a model of docs/reference/vision-models.md with the package it names, or remove the images"
-            raise UserError(f"{where}: has images, and this model is not trained on images; {fix}")
+            fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
+            raise UserError(f"{where}: has images, but image input is not supported for this model; {fix}")
         if len(images) > 1:
-            raise UserError(f"{where}: chosen and rejected have different images; keep only those of the prompt")
+            raise UserError(f"{where}: chosen and rejected have different images; keep only the prompt's images")
 
     def _apply_settings(self, example: Example) -> Any:
         """Strip the reasoning of conversations, or train only their last answer, as configured."""
         if isinstance(example, Pair):
             chosen, rejected = map(self._apply_settings, (example.chosen, example.rejected))
             return replace(example, chosen=chosen, rejected=rejected)
-        if isinstance(example, Labelled):
+        if isinstance(example, Labeled):
             return replace(example, answer=self._apply_settings(example.answer))
         if not isinstance(example, Turns):
             return example
@@ -212,8 +212,8 @@ class DocumentEncoder:
             weights |= dict.fromkeys(answers[:-1], 0.0)
         return replace(example, messages=messages, weights=weights)
 
-    def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
-        """Build the report on a source from its first record and the columns of some or all of its records."""
+    def build_report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
+        """Build the report on a source from its first record and the columns of some or all records."""
         problems = rows.column("problem").drop_null().to_pylist()
         total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
         if total == len(problems):
@@ -222,11 +222,11 @@ class DocumentEncoder:
         if self.system_prompt and shape.format == "completion":
             notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
-        unread = {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
+        unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
         lost = {phrase: unread.pop(phrase) for phrase in LOST if phrase in unread}
         if unread:
             names = join_names(f"{shown(name, 30)} (in {count:,})" for name, count in unread.items())
-            notes.append(f"{label}: unused fields, of {total:,} records: {names}")
+            notes.append(f"{label}: unused fields in {total:,} records: {names}")
         for phrase, count in lost.items():
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
@@ -236,7 +236,7 @@ class DocumentEncoder:
             fields = f"{{instruction: {shape.names['prompt']}, output: {shape.names['completion']}}}"
             notes.append(
                 f"{label}: prompts are used as plain text, without the tokenizer's chat template, in training and "
-                f"generation; to use the template set {label}.format=alpaca and {label}.fields={fields}"
+                f"generation; to use the template, set {label}.format=alpaca and {label}.fields={fields}"
             )
         return SourceReport(shape, len(problems), tuple(notes), text)
 
@@ -250,7 +250,7 @@ class DocumentEncoder:
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
             if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
-                yield example, document, isinstance(example, Labelled) and example.continued
+                yield example, document, isinstance(example, Labeled) and example.continued
                 continue
             ids, trained = document.input_ids, document.trained
             for at in range(0, max(1, len(ids) - 1), self.max_length - 1):
@@ -259,10 +259,10 @@ class DocumentEncoder:
 
     def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[Encoded]:
         """Return untruncated documents, in order; conversations and texts are each tokenized in one batch."""
-        labelled = [example for example in examples if isinstance(example, Labelled)]
+        labelled = [example for example in examples if isinstance(example, Labeled)]
         if labelled:
             answers = self.encode([each.answer for each in labelled], where)
-            return join_labelled(answers, [each.is_desirable for each in labelled], self.max_length, self._first)
+            return join_labeled(answers, [each.is_desirable for each in labelled], self.max_length, self._first)
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
@@ -275,8 +275,8 @@ class DocumentEncoder:
         if chats:
             if self.chat is None:
                 raise UserError(
-                    f"{where[min(chats)]}: is a conversation, and the tokenizer has no chat template; set "
-                    "dataset.chat_template to a Jinja text or file, or model.tokenizer to that of a chat model"
+                    f"{where[min(chats)]}: is a conversation, but the tokenizer has no chat template; set "
+                    "dataset.chat_template to a Jinja text or file, or model.tokenizer to a chat model's"
                 )
             documents = self.chat.encode(list(chats.values()), [where[at] for at in chats])
             encoded.update(zip(chats, documents, strict=True))
@@ -290,7 +290,7 @@ def _sides(example: Example) -> list[Turns | Text]:
     """Return both answers of a pair, or the only answer, each with its prompt."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]
-    return [example.answer if isinstance(example, Labelled) else example]
+    return [example.answer if isinstance(example, Labeled) else example]
 
 
 @replaces("`os.environ` after `Dataset.map`")
@@ -334,7 +334,7 @@ def encode_source(
             signal.signal(signal.SIGTERM, handler)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
-    return documents, encoder.report(label, shape, first, documents.data)
+    return documents, encoder.build_report(label, shape, first, documents.data)
 
 
 def _encode_batch(

@@ -52,7 +52,7 @@ def find_shape(
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
-        shape = _detect(source, columns, first, label)
+        shape = _detect_shape(source, columns, first, label)
     else:
         shape = _read_settings(source, format_, columns, label)
     path = Path(source.path or ".").expanduser()
@@ -67,11 +67,11 @@ def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], 
     is_paired = format_ == UNPAIRED and all(names[name] in columns for name in REQUIRED[PREFERENCE])
     if missing and not is_paired:
         raise UserError(
-            f"{label}.format={format_}: the records have no {' or '.join(missing)}, but {join_names(columns)}; "
-            f"set {label}.format: auto, or name the fields in {label}.fields"
+            f"{label}.format={format_}: the records have {join_names(columns)}, but no {' or '.join(missing)}; "
+            f"set {label}.format: auto, or map the fields in {label}.fields"
         )
     if format_ == "custom":
-        names |= _template_names(source, columns, label)
+        names |= _find_template_names(source, columns, label)
     return Shape(
         format_,
         names,
@@ -82,7 +82,7 @@ def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], 
     )
 
 
-def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> Shape:
+def _detect_shape(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> Shape:
     renamed = {name: column for name, column in source.fields.items() if column in columns}
     present = {column: column for column in columns if column not in renamed.values()} | renamed
 
@@ -132,7 +132,7 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 def _find_preference_names(
     present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return the field names of pairs of answers; None without pairs, or if there is a complete conversation.
+    """Return the field names of pairs of answers; None without pairs, or if a field is a complete conversation.
 
     `configured` means that the configuration names one of the fields.
     """
@@ -183,7 +183,7 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
             raise UserError(f"{label}.fields.{name}={column}: is also used for {join_names(others)}; use another field")
 
 
-def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
+def _find_template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
     assert source.template is not None
     try:
         texts = [source.template, source.template_without_input or ""]
@@ -196,7 +196,7 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     for name, column in names.items():
         # Records without an input need no such field.
         if column not in columns and not (name == "input" and source.template_without_input):
-            raise UserError(f"{label}.template: the records have no field {{{name}}}, but {join_names(columns)}")
+            raise UserError(f"{label}.template: the records have no field {{{name}}}; use {join_names(columns)}")
     return names
 
 

@@ -22,7 +22,7 @@ MAX_DOCUMENTS = 200_000_000
 
 Sources = list[tuple[str, SourceSection]]
 Index = NDArray[np.int64]
-Figures = dict[str, NDArray[Any]]
+Columns = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DataStats:
     max_length: int = 0
     packed: bool = False
     pairs: int = 0
-    """Number of documents that are pairs of a chosen and a rejected answer, or labelled answers."""
+    """Number of documents that are pairs of a chosen and a rejected answer, or labeled answers."""
     desirable: int = 0
     undesirable: int = 0
     margins: int = 0
@@ -76,8 +76,8 @@ class DataStats:
 
     def lines(self) -> list[str]:
         """Return the statistics as lines for the console."""
-        lines = [*self.notes, *(self._figures("train") if self.records else [])]
-        lines += self.evaluation._figures("held out") if self.evaluation else []
+        lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
+        lines += self.evaluation._format_counts("held out") if self.evaluation else []
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
     def warnings(self) -> list[str]:
@@ -107,7 +107,7 @@ class DataStats:
     def _unit(self) -> str:
         return "answer" if self.desirable + self.undesirable else "pair" if self.pairs else "document"
 
-    def _figures(self, name: str) -> list[str]:
+    def _format_counts(self, name: str) -> list[str]:
         packs = f" in {format_count(self.samples, 'pack')}, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
         losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens dropped"] if self.too_long else []
@@ -120,8 +120,8 @@ class DataStats:
         ]
 
 
-def read_figures(documents: Table) -> Figures:
-    """Return the numbers and flags of a source's documents (columns.yaml), and which of them were `skipped`."""
+def read_columns(documents: Table) -> Columns:
+    """Return the numeric columns (columns.yaml) of a source's documents, and which documents were `skipped`."""
     numbers = [column.name for column in documents.schema if is_primitive(column.type)]
     skipped = pc.is_valid(documents.column("problem"))
     return {name: documents.column(name).to_numpy() for name in numbers} | {"skipped": skipped.to_numpy()}
@@ -129,14 +129,14 @@ def read_figures(documents: Table) -> Figures:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Samples of documents: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
+    """Documents grouped to samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
 
     starts: Index
     members: Index
 
 
 def group_documents(
-    section: DatasetSection, sources: Sources, train: Sequence[Figures], evaluation: Sequence[Figures], seed: int
+    section: DatasetSection, sources: Sources, train: Sequence[Columns], evaluation: Sequence[Columns], seed: int
 ) -> tuple[Grouping, Grouping, DataStats]:
     """Return training samples, held-out samples and their statistics from the columns of all documents.
 
@@ -145,10 +145,10 @@ def group_documents(
     """
     generator = np.random.default_rng(seed)
     parts = [*train, *evaluation]
-    figures = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     total = sum(len(part["length"]) for part in train)
     # All parts of a text are held out together.
-    record = np.cumsum(~figures["continued"][:total]) - 1
+    record = np.cumsum(~columns["continued"][:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
     is_held_record[generator.permutation(records)[: count_held_out(section, records)]] = True
@@ -165,18 +165,18 @@ def group_documents(
         documents = documents[~is_held[documents] & (part["targets"] > 0)]
         members.append(repeat_by_weight(documents, source.weight, generator, label) if section.mix else documents)
         first += len(part["length"])
-    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(figures["length"]))])
-    training, stats = _build_samples(section, figures, np.flatnonzero(~is_held), _concatenate(members), "dataset")
-    held_out_members = held_out[figures["targets"][held_out] > 0]
-    evaluating, held_out_stats = _build_samples(section, figures, held_out, held_out_members, "dataset.evaluation")
-    trained = np.unique(figures["digest"][training.members])
-    copies = int(np.isin(figures["digest"][held_out_members], trained).sum())
+    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(columns["length"]))])
+    training, stats = _build_samples(section, columns, np.flatnonzero(~is_held), _concatenate(members), "dataset")
+    held_out_members = held_out[columns["targets"][held_out] > 0]
+    evaluating, held_out_stats = _build_samples(section, columns, held_out, held_out_members, "dataset.evaluation")
+    trained = np.unique(columns["digest"][training.members])
+    copies = int(np.isin(columns["digest"][held_out_members], trained).sum())
     held_out_stats = replace(held_out_stats, copies=copies)
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 
 def count_held_out(section: DatasetSection, total: int) -> int:
-    """Return the number of records that `val_split` holds out. Raises UserError if no others remain."""
+    """Return the number of records that `val_split` holds out. Raises UserError if none remain for training."""
     if not section.val_split or not total:
         return 0
     count = int(section.val_split) or max(1, round(total * section.val_split))
@@ -210,49 +210,49 @@ def repeat_by_weight(members: Index, weight: float, generator: np.random.Generat
 
 
 def _build_samples(
-    section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
+    section: DatasetSection, columns: Columns, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
     if len(records) and not len(members):
-        raise _no_targets_error(section, figures, records, label)
-    of_records = {name: column[records] for name, column in figures.items()}
-    of_members = {name: column[members] for name, column in figures.items()}
-    too_long = of_records["truncated"] & (of_records["targets"] == 0)
-    is_uncut = (of_records["rejected"] > 0) | (of_records["image_tokens"] > 0)
+        raise _no_targets_error(section, columns, records, label)
+    record_columns = {name: column[records] for name, column in columns.items()}
+    member_columns = {name: column[members] for name, column in columns.items()}
+    too_long = record_columns["truncated"] & (record_columns["targets"] == 0)
+    is_uncut = (record_columns["rejected"] > 0) | (record_columns["image_tokens"] > 0)
     too_long &= (section.too_long == "drop") | is_uncut
-    without_targets = int((of_records["targets"] == 0).sum())
+    without_targets = int((record_columns["targets"] == 0).sum())
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
-        packs = best_fit(of_members["length"], section.max_length)
+        packs = best_fit(member_columns["length"], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
         grouping = Grouping(starts, _concatenate([members[pack] for pack in packs]))
     else:
         grouping = Grouping(np.arange(len(members) + 1), members)
     return grouping, DataStats(
-        records=int((~of_records["continued"]).sum()),
+        records=int((~record_columns["continued"]).sum()),
         documents=len(members),
         samples=len(grouping.starts) - 1,
-        tokens=int(of_members["length"].sum()),
-        target_tokens=int(of_members["targets"].sum()),
-        dropped=without_targets - int(of_records["skipped"].sum()) - int(too_long.sum()),
+        tokens=int(member_columns["length"].sum()),
+        target_tokens=int(member_columns["targets"].sum()),
+        dropped=without_targets - int(record_columns["skipped"].sum()) - int(too_long.sum()),
         too_long=int(too_long.sum()),
-        copies=len(unique) - len(np.unique(figures["digest"][unique])),
+        copies=len(unique) - len(np.unique(columns["digest"][unique])),
         max_length=section.max_length,
         packed=section.packing,
-        pairs=int((of_members["rejected"] > 0).sum()),
-        desirable=int((of_members["label"] > 0).sum()),
-        undesirable=int((of_members["label"] < 0).sum()),
-        margins=int((of_members["margin"] != 0).sum()),
-        with_images=int((of_members["image_tokens"] > 0).sum()),
-        answers=int(of_records["answers"].sum()),
-        empty=int(of_records["empty"].sum()),
-        control=int(of_records["control"].sum()),
-        truncated=int(of_members["truncated"].sum()),
-        image_tokens=int(of_members["image_tokens"].sum()),
+        pairs=int((member_columns["rejected"] > 0).sum()),
+        desirable=int((member_columns["label"] > 0).sum()),
+        undesirable=int((member_columns["label"] < 0).sum()),
+        margins=int((member_columns["margin"] != 0).sum()),
+        with_images=int((member_columns["image_tokens"] > 0).sum()),
+        answers=int(record_columns["answers"].sum()),
+        empty=int(record_columns["empty"].sum()),
+        control=int(record_columns["control"].sum()),
+        truncated=int(member_columns["truncated"].sum()),
+        image_tokens=int(member_columns["image_tokens"].sum()),
     )
 
 
-def _no_targets_error(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
-    if not figures["truncated"][records].any():
+def _no_targets_error(section: DatasetSection, columns: Columns, records: Index, label: str) -> UserError:
+    if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
         fix = f"{'correct dataset.roles, ' * renamed}use other roles, or all, or remove empty records"
@@ -276,7 +276,7 @@ def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[
 
     Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum
     number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
-    algorithms"). Deterministic. Packs keep the input order of their documents, and are sorted by the first.
+    algorithms"). Deterministic. Packs keep the input order of their documents, and are sorted by their first document.
     Raises ValueError if a document is longer than `capacity`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)

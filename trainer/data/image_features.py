@@ -42,7 +42,7 @@ class TowerOutput:
 
     def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
         """Return the output with `change` applied to all tensors."""
-        return TowerOutput(*(_map(value, change) for value in vars(self).values()))
+        return TowerOutput(*(_map_tensors(value, change) for value in vars(self).values()))
 
 
 class FeatureFiles:
@@ -67,9 +67,9 @@ class FeatureFiles:
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            problem = f"image features cannot be written there ({error.strerror or error})"
+            problem = f"image features cannot be written ({error.strerror or error})"
             setting = f"dataset.cache_dir={self.folder.parent.parent}"
-            raise UserError(f"{setting}: {problem}; free space, or set vision.cache: false") from None
+            raise UserError(f"{setting}: {problem}; free some space, or set vision.cache: false") from None
 
     def read(self, stored: Sequence[bytes]) -> tuple[TowerOutput, torch.Tensor | None]:
         """Return the features of images, in order, and their grids if the model uses them."""
@@ -78,16 +78,16 @@ class FeatureFiles:
         return TowerOutput(*(_nest(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    return tuple(_map(each, change) for each in value) if isinstance(value, tuple) else change(value)
+def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    return tuple(_map_tensors(entry, change) for entry in value) if isinstance(value, tuple) else change(value)
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of nested lists with their names; `name.0` is the first entry of a list."""
     if isinstance(value, torch.Tensor):
         yield name, value
-    for at, each in enumerate(value if isinstance(value, list | tuple) else ()):
-        yield from _flatten(f"{name}.{at}", each)
+    for index, entry in enumerate(value if isinstance(value, list | tuple) else ()):
+        yield from _flatten(f"{name}.{index}", entry)
 
 
 def _nest(tensors: dict[str, torch.Tensor], name: str) -> Any:

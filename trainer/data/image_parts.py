@@ -22,7 +22,7 @@ MARK = "<image>"
 """The placeholder in data for LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
-"""Keys of a part, or of an image's record, that hold the image, in order of precedence."""
+"""Keys of a part, or of an image's record, that contain the image, in order of precedence."""
 FILE = b"file:"
 THUMBNAIL, THUMBNAIL_START = 224, "data:image/jpeg;base64,"
 HIGH_DEPTH_MODES = ("I", "F")
@@ -66,8 +66,8 @@ class ImageParts:
             images = value if isinstance(value, list) else [] if value is None else [value]
         if count != len(images):
             raise UserError(
-                f"{where}: has {format_count(len(images), 'image')} for {count} {MARK} or image "
-                f"part{'s' * (count != 1)}; write {MARK} in the texts once for each image, in their order"
+                f"{where}: has {format_count(len(images), 'image')}, but {count} "
+                f"placeholder{'s' * (count != 1)}; write {MARK} once per image, in the order of the images"
             )
         rest = iter(images)
         values = [next(rest) if value is None else value for value in self._values]
@@ -90,7 +90,7 @@ def store_image(value: Any, folder: Path | None, where: str) -> bytes:
     if match := _DATA_URL.fullmatch(value):
         return _decode_base64(match[1], where)
     if value.startswith(("http://", "https://")):
-        raise UserError(f"{where}: is a URL ({value[:80]}), and images are only read from files; download it")
+        raise UserError(f"{where}: is a URL ({value[:80]}), but images are only read from files; download it")
     name = unquote(urlsplit(value).path) if value.startswith("file://") else value
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
@@ -115,14 +115,14 @@ def _decode_base64(text: str, where: str) -> bytes:
 
 
 def read_stored(stored: bytes) -> tuple[bytes, str]:
-    """Return the bytes of a stored image and its file name, or "". Raises UserError if the file is missing."""
+    """Return the bytes and the file name (or "") of a stored image. Raises UserError if the file is missing."""
     if not stored.startswith(FILE):
         return stored, ""
     file = get_stored_file(stored)
     try:
         return read_bytes(file), str(file)
     except OSError as error:
-        raise UserError(f"{file}: the image cannot be read ({error.strerror}); restore it") from None
+        raise UserError(f"{file}: the image cannot be read ({error.strerror}); restore the file") from None
 
 
 def get_stored_file(stored: bytes) -> Path:
@@ -167,7 +167,7 @@ def thumbnail(stored: bytes) -> str:
 def refuse_high_depth(image: Any, name: str) -> None:
     """Raise UserError for more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
-        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save it with 8")
+        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save it with 8 bits")
 
 
 def is_animated(data: bytes) -> bool:

@@ -22,7 +22,7 @@ from trainer.data.tokens import Encoded
 SIDES = ("chosen", "rejected")
 LARGEST_MARGIN = 1e6
 """Margins are stored as float32, in which 1e39 would be infinite."""
-# Token weights that carry the label of a labelled answer through batches; mismatched answers have weight 1.
+# Token weights that carry the label of a labeled answer through batches; mismatched answers have weight 1.
 DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 
@@ -66,19 +66,19 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """An answer with its prompt, labelled as desirable or not."""
+class Labeled:
+    """An answer with its prompt, labeled as desirable or not."""
 
     answer: Turns | Text
     is_desirable: bool
     continued: bool = False
     """Whether this is the second answer of its record."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Nonempty fields of the record that were not used."""
+    """Unused nonempty fields of the record."""
 
 
-def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> list[Labelled]:
-    """Read the labelled answer of a record of the format `unpaired`, or both answers of a pair.
+def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> list[Labeled]:
+    """Read the labeled answer of a record of the format `unpaired`, or both answers of a pair.
 
     The answer is a completion, or the last turn of a conversation. Raises UserError, starting with `where`, for a
     record without a label, a prompt or an answer.
@@ -87,7 +87,7 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
     label = fields.get(names["label"])
     if label is None and record.get(names["chosen"]) is not None:
         pair = read_pair(record, shape, where, system_prompt)
-        return [Labelled(pair.chosen, True, unread=pair.unread), Labelled(pair.rejected, False, continued=True)]
+        return [Labeled(pair.chosen, True, unread=pair.unread), Labeled(pair.rejected, False, continued=True)]
     if not isinstance(label, bool):
         problem = "missing" if label is None else f"{describe_type(label)}, not true or false"
         fix = "set it to true for a good answer, false for a bad one"
@@ -103,7 +103,7 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
         raise UserError(f"{where}: the prompt is empty; add one, or remove the record")
     answer_shape = replace(shape, names={**names, "completion": name})
     example = _join_answer(system_prompt, prompt, answer, fields, answer_shape, where, chat=is_chat)
-    return [Labelled(example, label, unread=tuple(dict.fromkeys([*fields.unread(), *example.unread])))]
+    return [Labeled(example, label, unread=tuple(dict.fromkeys([*fields.unread(), *example.unread])))]
 
 
 def _join_answer(
@@ -150,7 +150,7 @@ def _is_conversation(answer: Any) -> bool:
 
 
 def _find_common_start(answers: Sequence[Any], where: str) -> Any:
-    """Return the turns, or the words, that both answers begin with."""
+    """Return the turns or words that both answers begin with."""
     chosen, rejected = answers
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -171,7 +171,7 @@ def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
         for turns in (common, [{"content": field_prompt}] if isinstance(field_prompt, str) else field_prompt or ())
     )
     if isinstance(common, list) and not field_texts <= common_texts:
-        raise UserError(f"{where}: prompt differs from that of chosen and rejected; remove it, or correct them")
+        raise UserError(f"{where}: prompt differs from the prompt in chosen and rejected; remove it, or correct them")
 
 
 def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:
@@ -205,7 +205,7 @@ def _cut_prompt(document: Encoded, count: int, first: int | None) -> Encoded | N
     return Encoded([*ids[:start], *ids[start + count :]], [*trained[:start], *trained[start + count :]])
 
 
-def join_labelled(
+def join_labeled(
     answers: Sequence[Encoded], labels: Sequence[bool], max_length: int, first: int | None
 ) -> list[Encoded]:
     """Return rows of two documents: a prompt with its answer, and the same prompt with the previous row's answer.
@@ -217,10 +217,10 @@ def join_labelled(
     for at, (answer, start, is_desirable) in enumerate(zip(answers, starts, labels, strict=True)):
         other, other_start = answers[at - 1], starts[at - 1]
         weight = DESIRABLE if is_desirable else UNDESIRABLE
-        labelled = replace(answer, trained=[weight if trained else 0.0 for trained in answer.trained])
+        labeled = replace(answer, trained=[weight if trained else 0.0 for trained in answer.trained])
         mismatched = Encoded(
             [*answer.input_ids[:start], *other.input_ids[other_start:]],
             [0.0] * start + [float(trained > 0) for trained in other.trained[other_start:]],
         )
-        rows.append(join_pair(labelled, mismatched, max_length, first))
+        rows.append(join_pair(labeled, mismatched, max_length, first))
     return rows

@@ -1,4 +1,4 @@
-"""Results of the checks before training: tokenizer, model configuration and data."""
+"""The results of the checks before training: tokenizer, model configuration and data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,9 @@ class Prepared:
     longest: int | None = None
     """The model's context length in tokens; None if unknown or unlimited."""
     images: ImageReader | None = None
-    """The processor of a model that is trained on images."""
+    """The image processor of a vision-language model."""
     adapters: "tuple[Prepared, ...]" = ()
-    """Results for each of `adapters` if several are trained together; this object has the first one's."""
+    """Results for each of `adapters` if several are trained together; this object has the first adapter's."""
 
 
 def has_images(prepared: Prepared) -> bool:
@@ -37,7 +37,7 @@ def has_images(prepared: Prepared) -> bool:
     return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
 
 
-def skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
+def count_skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
     """Return the number of records per source skipped so far by `dataset.on_bad_record: skip`."""
     counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
     return counts

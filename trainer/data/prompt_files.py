@@ -57,9 +57,8 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     context = {key: record[key] for key in ("system", "system_prompt", "tools") if record.get(key)}
     if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):
         if context:
-            raise UserError(
-                f"{where}: has {join_names(context)} next to a text; write the prompt as turns in `messages`"
-            )
+            problem = f"has {join_names(context)}, which only conversations can have"
+            raise UserError(f"{where}: {problem}; write the prompt as turns in `messages`")
         extra = record.get("input") if name == "instruction" else None
         return f"{record[name]}\n\n{extra}" if extra else str(record[name])
     turns = {"messages": record[name]} | context

@@ -54,11 +54,11 @@ class Fields(Mapping[str, Any]):
     """A record that remembers which of its fields were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values, self._read = values, set[str]()
+        self._values, self._read_example = values, set[str]()
         self._inner: list[tuple[str, Fields]] = []
 
     def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
+        self._read_example.add(name)
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,15 +69,18 @@ class Fields(Mapping[str, Any]):
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
         """Wrap the records of a field, so that `unread` includes their fields."""
-        wrapped = [Fields(each) if isinstance(each, Mapping) else each for each in records]
-        self._inner += [(name, each) for each in wrapped if isinstance(each, Fields)]
+        wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
+        self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
         return wrapped
 
     def unread(self) -> tuple[str, ...]:
         """Return the nonempty fields that were not read."""
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
-        inner = [(name, each) for name, fields in self._inner for each in fields.unread() if each not in NO_TEXT]
-        return (*(name for name in nonempty if name not in self._read), *(f"{name}.{each}" for name, each in inner))
+        inner = [(name, field) for name, fields in self._inner for field in fields.unread() if field not in NO_TEXT]
+        return (
+            *(name for name in nonempty if name not in self._read_example),
+            *(f"{name}.{field}" for name, field in inner),
+        )
 
 
 def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
@@ -96,11 +99,11 @@ def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
 def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
     """Convert a record to a conversation or a text, with the names of unused fields.
 
-    Raises UserError, starting with `where`, for a bad record. `system_prompt` is used for text prompts without one;
+    Raises UserError, starting with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
     conversations get it when they are rendered.
     """
     fields = Fields(record)
-    example = _read(fields, shape, where, system_prompt)
+    example = _read_example(fields, shape, where, system_prompt)
     return replace(example, unread=(*fields.unread(), *example.unread))
 
 
@@ -119,7 +122,7 @@ def find_prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
     return PLAIN_TEXT if shape.format == "completion" else PLAIN_PROMPT
 
 
-def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
+def _read_example(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
     for name in REQUIRED[shape.format]:
         if record.get(shape.names[name]) is None:
             others = join_names(key for key, value in record.items() if value is not None)
@@ -137,10 +140,10 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
         if isinstance(prompt, list) or isinstance(completion, list):
             return read_conversational_pair(prompt, completion, record, shape, where)
     if shape.format == "completion":
-        return Text("", _text(record, shape.names["text"], where))
+        return Text("", _read_text(record, shape.names["text"], where))
     if shape.format == "custom":
         return _fill_template(record, shape, where, system_prompt)
-    prompt, completion = (_text(record, shape.names[name], where) for name in ("prompt", "completion"))
+    prompt, completion = (_read_text(record, shape.names[name], where) for name in ("prompt", "completion"))
     return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), completion)
 
 
@@ -156,14 +159,14 @@ def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_p
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}}") from None
     system = None if "system" in shape.names else read_system(record, shape, where) or system_prompt
-    return Text(prepend_system(system, prompt), _text(record, shape.names["completion"], where))
+    return Text(prepend_system(system, prompt), _read_text(record, shape.names["completion"], where))
 
 
 def read_system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
     """Return the system prompt of a record: the field named by `fields.system`, `system` or `system_prompt`."""
     for name in (shape.names.get("system", "system"), "system_prompt"):
         if record.get(name):
-            return _text(record, name, where)
+            return _read_text(record, name, where)
     return None
 
 
@@ -202,7 +205,7 @@ def _read_turns(
     images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
     for number, (value, column, name, is_trained) in enumerate(parts):
-        turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+        turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _read_list(value, column, where)]
         place = f"{where}, {name}turn"
         read = [
             _read_message(turn, _find_keys(turn, shape), f"{place} {index}", shape.roles, images)
@@ -227,23 +230,25 @@ def _find_keys(turn: Any, shape: Shape) -> tuple[str, str]:
 
 def build_alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
     """Join instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
-    instruction = _text(record, shape.names["instruction"], where)
+    instruction = _read_text(record, shape.names["instruction"], where)
     extra = record.get(shape.names["input"]) or ""
     if not isinstance(extra, str):
-        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
+        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}; write a text")
     if shape.alpaca_as_chat:
         return f"{instruction}\n\n{extra}" if extra else instruction
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    prompt, output = build_alpaca_prompt(record, shape, where), _text(record, shape.names["output"], where)
+    prompt, output = build_alpaca_prompt(record, shape, where), _read_text(record, shape.names["output"], where)
     if not shape.alpaca_as_chat:
         return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), output)
     turns: list[dict[str, Any]] = []
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise UserError(f"{where}: history contains {describe_type(pair)}, not pairs of question and answer")
+            raise UserError(
+                f"{where}: history contains {describe_type(pair)}, not pairs; write [[question, answer], ...]"
+            )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
@@ -254,7 +259,7 @@ def _read_message(
 ) -> dict[str, Any]:
     """Convert a turn to a message with role, content, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Fields):
-        raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
+        raise UserError(f"{where}: is {describe_type(turn)}; write a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
@@ -278,9 +283,9 @@ def _read_message(
         raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add it, or remove the turn")
     message["content"] = images.read_marks(_read_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
-        raise UserError(f"{where}: an assistant turn has an image, and answers are text; move it to a user turn")
+        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move it to a user turn")
     if calls:
-        calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))
+        calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", where))
         message["tool_calls"] = [_read_tool_call(call, where) for call in calls]
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
@@ -313,7 +318,7 @@ def _read_content(content: Any, key: str, where: str, images: ImageParts | None 
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them, or set their type")
     if not isinstance(content, str | None):
-        raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
+        raise UserError(f"{where}: {key} is {describe_type(content)}; write a text")
     return content or ""
 
 
@@ -344,16 +349,16 @@ def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{where}: tools must be a list of function definitions")
+        raise UserError(f"{where}: tools must be a list of function definitions; write them in OpenAI's format")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
-def _list(value: Any, name: str, where: str) -> list[Any]:
+def _read_list(value: Any, name: str, where: str) -> list[Any]:
     """Return a list, which may be given as a JSON string, as in CSV files."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parse_json(value, f"{name} is", where)
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} is {describe_type(value)}, not a list")
+        raise UserError(f"{where}: {name} is {describe_type(value)}; write a list")
     return value
 
 
@@ -362,11 +367,11 @@ def _parse_json(value: Any, subject: str, where: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: {subject} not JSON ({error.msg}, column {error.colno})") from None
+        raise UserError(f"{where}: {subject} not JSON ({error.msg}, column {error.colno}); fix it") from None
 
 
-def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+def _read_text(record: Mapping[str, Any], name: str, where: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} is {describe_type(value)}, not text")
+        raise UserError(f"{where}: {name} is {describe_type(value)}; write a text")
     return value

@@ -26,7 +26,7 @@ class Sample:
     reference: tuple[float, ...] = ()
     """Log-probability of each document's answer under the reference of preference training, in nats, if cached."""
     margins: tuple[float, ...] = ()
-    """Margin of each pair of answers, 0 if it has none."""
+    """Margin of each pair of answers, 0 for pairs without a margin."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """Images of each document, in order (see `read_stored`); empty if no document has images."""
 

@@ -53,7 +53,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
-            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove one of the two")
+            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove one of them")
         if get_data_suffix(local) not in READERS:
             suffix = local.suffix or "a file without a suffix"
             is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
@@ -79,7 +79,9 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     if splits:
         files = [file for file in files if by_split[file] == _normalize_split(split)]
         if not files:
-            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}; use one")
+            raise UserError(
+                f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}; use one of them"
+            )
     elif split != "train":
         raise UserError(describe_missing_split(label, split, shown(source.path)))
     return _check_one_kind(files, where)
@@ -99,7 +101,7 @@ def _select_named_files(source: SourceSection, local: Path, files: list[Path], l
         matches = {name: file for name, file in names.items() if fnmatch(name, relative)}
         if not matches:
             near = nearest(relative, names)
-            hint = f"did you mean {near}?" if near else "use files of that folder, or remove it"
+            hint = f"did you mean {near}?" if near else "use files of that folder, or remove the setting"
             raise UserError(f"{label}.data_files={shown(pattern)}: no such data file in {shown(source.path)}; {hint}")
         selected |= matches
     return list(selected.values())
@@ -113,7 +115,7 @@ def _check_one_kind(files: list[Path], where: str) -> list[Path]:
 
 
 def _normalize_split(split: str) -> str:
-    """Return `validation` for dev and valid, else the split."""
+    """Return `validation` for dev and valid, and any other split unchanged."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 

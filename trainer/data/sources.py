@@ -1,6 +1,6 @@
-"""Read the records of files, folders and hub datasets, and the splits of the datasets library.
+"""Read the records of files, folders and hub datasets, with the split syntax of the datasets library.
 
-A `split` is a name, a part of it such as train[:10%], or several joined by +.
+A `split` is a name, a part of a split such as train[:10%], or several splits joined by +.
 """
 
 import errno
@@ -122,7 +122,7 @@ def find_local_path(source: SourceSection, label: str) -> Path | None:
         return fetch_data(source.path, where)
     if "://" in source.path:
         fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a hub dataset"
-        raise UserError(f"{where}: URLs of this kind cannot be read; {fix}, or a location such as s3://bucket/data")
+        raise UserError(f"{where}: URLs of this kind cannot be read; {fix}, or use a location such as s3://bucket/data")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -133,7 +133,7 @@ def find_local_path(source: SourceSection, label: str) -> Path | None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UserError(f"{where}: is a pipe, socket or device, and data is read several times; write it to a file")
+        raise UserError(f"{where}: is a pipe, socket or device, but data is read several times; write it to a file")
     return path.absolute()
 
 
@@ -164,12 +164,12 @@ def _read_files(
 ) -> "Dataset | IterableDataset":
     from datasets import Dataset, Features, IterableDataset, Value
 
-    datasets = _library()
+    datasets = _import_datasets()
     where, files = describe_source(source, label), find_data_files(source, local, split, label)
     names, kind = [str(file) for file in files], READERS[get_data_suffix(files[0])]
     if source.text_mode != "line" and kind != "text":
         raise UserError(
-            f"{label}.text_mode={source.text_mode}: only for .txt and .md files; {where} is {kind}: remove it"
+            f"{label}.text_mode={source.text_mode}: only for .txt and .md files, but {where} is {kind}; remove it"
         )
     if all(file.stat().st_size == 0 for file in files):
         raise no_records_error(source, label)
@@ -188,16 +188,16 @@ def _read_files(
         return Dataset.from_generator(
             read_raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
-    except _read_errors() as error:
+    except _list_read_errors() as error:
         if pointer := next(filter(is_lfs_pointer, files), None):
             raise UserError(f"{where}: {pointer.name} {LFS_POINTER}") from None
-        raise _unreadable(source, label, kind, error) from None
+        raise _build_read_error(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
 
 
-def _library() -> Any:
-    """Import the datasets library on first use, since that takes half a second."""
+def _import_datasets() -> Any:
+    """Import the datasets library on first use, because the import takes half a second."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -205,7 +205,7 @@ def _library() -> Any:
     return datasets
 
 
-def _read_errors() -> tuple[type[Exception], ...]:
+def _list_read_errors() -> tuple[type[Exception], ...]:
     from datasets.exceptions import DatasetGenerationError
 
     # Raised by datasets and Arrow for files that are truncated, empty, of another format or of unsupported types.
@@ -218,14 +218,14 @@ def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label
     while True:
         try:
             row = next(rows, None)
-        except _read_errors() as error:
-            raise _unreadable(source, label, "data", error) from None
+        except _list_read_errors() as error:
+            raise _build_read_error(source, label, "data", error) from None
         if row is None:
             return
         yield row
 
 
-def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:
+def _build_read_error(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:
     """Return the error to raise for unreadable files: a UserError, or OSError if the disk is full."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -239,14 +239,14 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
-                f"{describe_source(source, label)}: cannot be read, since {cause.filename} cannot be written "
+                f"{describe_source(source, label)}: cannot be read, because {cause.filename} cannot be written "
                 f"({cause.strerror}); fix its permissions, or set HF_DATASETS_CACHE to another folder"
             )
     reason = str(error.__cause__ or error)
     if isinstance(error, StopIteration) or re.search("corresponds to no data|BatchSize must be", f"{error} {reason}"):
         return no_records_error(source, label)
     problem = f"cannot be read as {kind} ({reason})"
-    return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete, copy it again")
+    return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete; copy it again")
 
 
 def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
@@ -254,7 +254,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
     from datasets import Dataset
 
     try:
-        loaded = _library().load_from_disk(str(local))
+        loaded = _import_datasets().load_from_disk(str(local))
     except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
@@ -265,7 +265,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
             raise UserError(describe_missing_split(label, split, shown(source.path)))
         return loaded
     if split not in loaded:
-        raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(loaded)}")
+        raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(loaded)}; use one of them")
     return loaded[split]
 
 
@@ -273,7 +273,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
     """Read a dataset on the hub, or its cached copy if the hub cannot be reached."""
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-    datasets = _library()
+    datasets = _import_datasets()
     where = describe_source(source, label)
     disable_retries_without_network(str(source.path))
     try:
@@ -299,7 +299,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         matching = (setting for word, setting in settings.items() if word in str(error).lower())
         raise UserError(f"{next(matching, where)}: {error}") from None
     except DatasetGenerationError as error:
-        raise UserError(f"{where}: cannot be read ({error.__cause__ or error})") from None
+        raise UserError(f"{where}: cannot be read ({error.__cause__ or error}); check its files") from None
 
 
 def parse_split_names(split: str, label: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pad micro-batches to a few shapes, for which captured CUDA graphs can be replayed.
+"""Pad micro-batches to a few shapes, so that captured CUDA graphs can be replayed.
 
 B rows, L tokens per row, D documents of a flat pack, K positions per row for the output head.
 """
@@ -13,7 +13,7 @@ PARTS = 16
 """Padding adds at most 1 / PARTS of the length."""
 HEAD_PARTS = 8
 """The output head is computed at a multiple of 1 / HEAD_PARTS of the tokens."""
-LEAST_DOCUMENTS = 4
+MIN_DOCUMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticSh
     documents = len(batch.cu_seqlens) - 1
     if documents * batch.max_seqlen == unpadded_length == length:
         return StaticShape(rows, length, targets, True, documents, batch.max_seqlen)
-    bounds = max(LEAST_DOCUMENTS, 1 << documents.bit_length())  # at least one more, for the padding
+    bounds = max(MIN_DOCUMENTS, 1 << documents.bit_length())  # at least one more, for the padding
     longest = 1 << (max(batch.max_seqlen, length - unpadded_length) - 1).bit_length()
     # The shape must not be `is_even`: its documents have different lengths.
     return StaticShape(rows, length, targets, True, bounds, longest + (bounds * longest == length))

@@ -91,8 +91,8 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
-def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
-    """Return a line such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
+def describe_steps(training: TrainingSection, samples: int | None, world_size: int) -> str:
+    """Describe the steps, such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
         return (
@@ -109,11 +109,11 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
 
 
 def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
-    """Raise UserError for cycles or a decay that do not fit into the steps after the warm-up."""
+    """Raise UserError if the cycles or the decay do not fit into the steps after the warm-up."""
     steps = total - warmup
     if training.lr_scheduler == "cosine_with_restarts" and 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
         raise UserError(
-            f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, and {steps:,} follow the warm-up; "
+            f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, but only {steps:,} follow the warm-up; "
             f"use {max(1, steps // 2)} or fewer"
         )
     if training.lr_scheduler == "warmup_stable_decay" and warmup + training.decay_ratio * total >= total + 1:
@@ -123,7 +123,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
         )
 
 
-def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
+def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
     """Return warnings about settings that do not fit the number of steps. Raises UserError for an overlong schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)

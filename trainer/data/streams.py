@@ -69,7 +69,7 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     columns = encoder.encode_rows(rows, 0, shape, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
-    return encoder.report(label, shape, first, table)
+    return encoder.build_report(label, shape, first, table)
 
 
 class SourceStream:
@@ -122,7 +122,7 @@ class SourceStream:
                 self._blocks_read += 1
                 if self._blocks_read > number:
                     return self._encode(number, records)
-        except UserError as error:  # raised when the block is needed
+        except UserError as error:  # raised later, when the block is needed
             return error
         return None
 
@@ -173,7 +173,7 @@ class MixedStream:
         if state is not None:
             states, self._ended = list(state["sources"]), list(state["ended"])
             self._generator.bit_generator.state = state["random"]
-        self._streams = [start(number, each) for number, each in enumerate(states)]
+        self._streams = [start(number, position) for number, position in enumerate(states)]
 
     def __iter__(self) -> Iterator[Sample]:
         documents = [iter(stream) for stream in self._streams]

@@ -39,8 +39,12 @@ def read_raw_records(
 
     `state` is unused: it makes the datasets library cache the records of changed files under another name.
     """
-    texts = partial(_text_records, mode=text_mode)
-    readers: dict[str, Callable[..., Iterator[str]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
+    texts = partial(_read_text_records, mode=text_mode)
+    readers: dict[str, Callable[..., Iterator[str]]] = {
+        "json": _read_json_records,
+        "csv": _read_csv_records,
+        "text": texts,
+    }
     for name in files:
         for text in readers[kind](Path(name), where):
             yield {RAW: text}
@@ -63,7 +67,7 @@ def _remove_padding(value: Any) -> Any:
     return [_remove_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
-LFS_POINTER = "is a pointer of Git LFS, not the data; fetch it with git lfs pull"
+LFS_POINTER = "is a Git LFS pointer, not the data; fetch the data with git lfs pull"
 _NO_DATA = {
     b"version https://git-lfs": LFS_POINTER,
     b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
@@ -90,9 +94,9 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                for begin, found in _NO_DATA.items() if number == 1 else ():
-                    if line.startswith(begin):
-                        raise UserError(f"{where}: {file.name} {found}")
+                for beginning, problem in _NO_DATA.items() if number == 1 else ():
+                    if line.startswith(beginning):
+                        raise UserError(f"{where}: {file.name} {problem}")
                 start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
                 text = _decode(line[start:], f"{where}: line {number} of {file.name}", offset + start)
                 yield text if keep_bad else _refuse_bad(text)
@@ -125,13 +129,13 @@ def _decode(line: bytes, place: str, offset: int) -> str:
 
 
 def _refuse_bad(line: str) -> str:
-    """Raise UserError for a `_BadLine`, else return the line."""
+    """Raise UserError for a `_BadLine`; return any other line."""
     if isinstance(line, _BadLine):
         raise UserError(line)
     return line
 
 
-def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
+def _read_text_records(file: Path, where: str, mode: str) -> Iterator[str]:
     """Yield each line, each paragraph or the entire file as a record, unless it is blank."""
     lines = _read_lines(file, where)
     texts: Iterable[str] = lines
@@ -144,7 +148,7 @@ def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
             yield json.dumps({"text": text.rstrip("\r\n")})
 
 
-def _json_records(file: Path, where: str) -> Iterator[str]:
+def _read_json_records(file: Path, where: str) -> Iterator[str]:
     """Yield one object per line, the objects of one list, or the single object of the file."""
     lines = enumerate(_read_lines(file, where, keep_bad=True), start=1)
     nonblank = ((number, line) for number, line in lines if line.strip())
@@ -157,7 +161,7 @@ def _json_records(file: Path, where: str) -> Iterator[str]:
     if second is None:
         text = "".join(map(_refuse_bad, chain([first], (line for _, line in lines))))
         if begin:
-            yield from _json_items(_parse_json(text, file, where, number), file, where)
+            yield from _read_json_items(_parse_json(text, file, where, number), file, where)
         return
     for at, line in chain([(number, first), second], nonblank):
         try:
@@ -190,7 +194,7 @@ def _describe_wrong_type(value: Any) -> str:
     return f'is {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
-def _json_items(value: Any, file: Path, where: str) -> Iterator[str]:
+def _read_json_items(value: Any, file: Path, where: str) -> Iterator[str]:
     if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
@@ -199,7 +203,7 @@ def _json_items(value: Any, file: Path, where: str) -> Iterator[str]:
         yield json.dumps(record)
 
 
-def _csv_records(file: Path, where: str) -> Iterator[str]:
+def _read_csv_records(file: Path, where: str) -> Iterator[str]:
     """Yield a record per row: cells as text, with the first line as their names."""
     lines = _read_lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
@@ -224,8 +228,8 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
                 yield json.dumps(dict(zip(names, cells, strict=True)))
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
-            problem = f"has {len(cells)} cells, and the first line {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; put texts with it in double quotes, and remove lines above the names")
+            problem = f"has {len(cells)} cells, but the first line has {len(names)} (separated by {shown})"
+            yield json.dumps(f"{place} {problem}; quote texts that contain it, and remove lines above the names")
     except csv.Error as error:
         fix = 'begin and end a quoted text with ", and write a " inside it twice'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None

@@ -49,7 +49,7 @@ def encode_spans(
     encoded: list[Encoded] = []
     for index, text in enumerate(texts):
         ids: list[int] = batch["input_ids"][index]
-        starts, ends = _extents(batch["offset_mapping"][index])
+        starts, ends = _compute_extents(batch["offset_mapping"][index])
         trained = np.zeros(len(ids))
         for start, end, weight in spans[index]:
             inside = (ends > start) & (starts < end)
@@ -89,17 +89,19 @@ def _refuse_surrogates(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         surrogate, before = f"\\u{ord(text[error.start]):04x}", text[: error.start][-20:]
-        raise UserError(f"{where}: has half a character ({surrogate}, after {before!r}); fix or remove it") from None
+        raise UserError(
+            f"{where}: has an unpaired surrogate ({surrogate}, after {before!r}); fix or remove it"
+        ) from None
 
 
 def find_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the beginning-of-text token if the tokenizer puts it before plain text, else None."""
+    """Return the beginning-of-text token if the tokenizer puts it before plain text; None otherwise."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id
     return bos if isinstance(bos, int) and first == [bos] else None
 
 
-def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _compute_extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and end of each token in characters, without gaps.
 
     Byte-level tokenizers may report a token without its white space, such as (5, 5) for a line break. Since tokens
@@ -128,6 +130,6 @@ def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, w
     after = len(actual) - before - len(alone)
     if before < 0 or before >= max(1, len(decoded(ids[:1]))) or after >= max(1, len(decoded(ids[-1:]))):
         raise UserError(
-            f"{where}: the trained tokens decode to {actual[:60]!r}, and the text is {expected[:60]!r}: the "
-            "tokenizer's offsets are wrong; set model.tokenizer to another one"
+            f"{where}: the trained tokens decode to {actual[:60]!r}, but the text is {expected[:60]!r}, so the "
+            "tokenizer's offsets are wrong; set model.tokenizer to another tokenizer"
         )

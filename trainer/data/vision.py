@@ -42,7 +42,7 @@ class ImageReader:
         self._images = image_processor
         self.token: str = self._processor.image_token
         ids = {*self._processor.image_token_ids, token_id}
-        self.token_ids = sorted(each for each in ids if each is not None)
+        self.token_ids = sorted(token for token in ids if token is not None)
 
     def __reduce__(self) -> Any:
         return ImageReader, self._arguments
@@ -70,18 +70,18 @@ class ImageReader:
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(
-                f"{where}: the text has {self.token} {len(starts)} times for {len(stored)} images; remove it from the "
+                f"{where}: the text has {self.token} {len(starts)} times, but {len(stored)} images; remove it from the "
                 "turns, or set dataset.chat_template to a template that writes images"
             )
-        data = [self._read(each, f"{where}, image {number}") for number, each in enumerate(stored, start=1)]
-        images = [decode_image(each, name) for each, name in data]
+        data = [self._read(image, f"{where}, image {number}") for number, image in enumerate(stored, start=1)]
+        images = [decode_image(content, name) for content, name in data]
         texts = self._process(images, where)[1] if images else []
-        edits = [(at, at + len(self.token), each) for at, each in zip(starts, texts, strict=True)]
-        return edits, any(is_animated(each) for each, _ in data)
+        edits = [(start, start + len(self.token), new) for start, new in zip(starts, texts, strict=True)]
+        return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
         """Return the inputs of a model with this `dtype` for images, in order, except token ids."""
-        images = [decode_image(*self._read(each, "an image of the data")) for each in stored]
+        images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
         inputs, _ = self._process(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
             inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
@@ -154,7 +154,7 @@ class PromptImages:
     stored: tuple[bytes, ...]
 
     def insert(self, text: str) -> str:
-        """Return a rendered prompt with the tokens of the images. Raises UserError if one cannot be read."""
+        """Return a rendered prompt with the tokens of the images. Raises UserError if an image cannot be read."""
         return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
 
     def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:

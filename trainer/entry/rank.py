@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
     # Nothing is written before the folder is locked, by the launcher or by `_lock_folder`.
     watchdog.writes = watchdog.all_write = arguments.lock is not None
-    stop.note_end = watchdog.note_end
+    stop.write_exit_code = watchdog.write_exit_code
     lock = None
     try:
         if arguments.lock is None and ranks.is_main:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
-from trainer.config.checks import TILES_NO_GRAPHS, find_feature_obstacle
-from trainer.config.zero import engine_zero, find_layer_gather_obstacle, gathers_by_layer
+from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
+from trainer.config.zero import engine_zero, find_layer_gather_problem, gathers_by_layer
 from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
 from trainer.parallel.engine.flat_adapter import find_flat_problem
 from trainer.parallel.ranks.group import list_groups
@@ -258,8 +258,8 @@ def _choose_mlp_tile(config: RunConfig) -> Decision[int]:
     rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
     if rows * config.dataset.max_length // config.parallel.sequence < MIN_TILED_TOKENS:
         return Decision(0, f"fewer than {MIN_TILED_TOKENS:,} tokens per micro-step")
-    obstacle = find_feature_obstacle("tiles", config)
-    return Decision(0, obstacle[1]) if obstacle else Decision(AUTO_TILE)
+    problem = find_feature_problem("tiles", config)
+    return Decision(0, problem[1]) if problem else Decision(AUTO_TILE)
 
 
 def _choose_fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[bool | None]:
@@ -278,8 +278,8 @@ def _choose_cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | 
         return Decision(False, "training.cuda_graphs: off")
     if not machine.on_gpu:
         return Decision(False, "no GPU")
-    if obstacle := find_feature_obstacle("graphs", config):
-        return Decision(False, obstacle[1])
+    if problem := find_feature_problem("graphs", config):
+        return Decision(False, problem[1])
     if _choose_mlp_tile(config).value:
         return Decision(False, TILES_NO_GRAPHS)
     return Decision(True, "as configured") if requested == "on" else Decision(None)
@@ -299,4 +299,4 @@ def _choose_gather(config: RunConfig) -> Decision[str]:
         return Decision("none")
     if gathers_by_layer(config):
         return Decision("layer")
-    return Decision("module", find_layer_gather_obstacle(config) or "as configured")
+    return Decision("module", find_layer_gather_problem(config) or "as configured")

@@ -129,7 +129,7 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
 
 def find_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
     """Return the shapes of an encoded caption, for use without data."""
-    settings = pipeline.empty_denoiser().config
+    settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
     return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_find_pooled_width(settings),)}
 

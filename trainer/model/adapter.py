@@ -38,7 +38,7 @@ BITS_PER_TOKEN = 1.0
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Adapted layers with the same name and shape: one row of the table printed at start."""
+    """Adapted layers with the same name and shape; one row of the table printed at the start."""
 
     name: str
     shape: str
@@ -57,9 +57,9 @@ def build_lora_config(
 ) -> Any:
     """Build the peft.LoraConfig for the section `lora`.
 
-    `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets`, if not None, lists the adapted paths,
-    and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; in that case call
-    `set_dropout`.
+    `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets` lists the adapted paths if it is not
+    None, and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; in that case
+    call `set_dropout`.
     """
     from peft import LoraConfig
 
@@ -104,7 +104,7 @@ def apply_adapter(
     base_model: str = "",
     task_type: str | None = "CAUSAL_LM",
 ) -> Any:
-    """Add a new adapter, or load the one at `lora.adapter_path`, to be trained in `dtype`.
+    """Add a new adapter in `dtype`, or load the adapter at `lora.adapter_path`.
 
     In 16-bit training DeepSpeed keeps 32-bit master weights. LoftQ (Li et al., 2023) initializes the adapter from the
     quantization error, which requires the full-precision weights of `base_model`.
@@ -143,8 +143,8 @@ def apply_adapter(
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
     """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if it does not fit."""
-    misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
-    return load_adapter(model, str(lora.adapter_path), misfit=misfit, trainable=True, dropout=lora.dropout)
+    error_prefix = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
+    return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
 
 def apply_adapters(
@@ -179,13 +179,13 @@ def _apply_loftq(adapted: Any, base_model: str) -> None:
     file = Path(base_model) / "model.safetensors"
     if not file.exists():
         raise UserError(
-            f"lora.init=loftq: needs the weights in a single file, but {file} is missing; use a local model in one file"
+            f"lora.init=loftq: needs the weights in a single file, but {file} is missing; use a local single-file model"
         )
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
 def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the layers that need trainable rows for new tokens: the embedding and an untied head.
+    """Return the paths of the layers that need trainable rows for new tokens: the embedding and the untied head.
 
     Omits layers that have an adapter or are trained in full. Raises UserError if PEFT cannot train the rows.
     """
@@ -223,7 +223,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter adds biases to layers without one, where they cannot be merged."""
+    """Return a warning if the initial adapter adds biases to layers without a bias, where they cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -240,12 +240,12 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count trainable and all parameters; packed weights count with their unpacked size."""
+    """Return the numbers of trainable and of all parameters; packed weights count with their unpacked size."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
-            continue  # its views, which are PEFT's parameters, are counted instead
+            continue  # PEFT's parameters, which are views of this buffer, are counted instead
         size = model_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
@@ -275,7 +275,7 @@ def list_rank_warnings(lora: LoraSection) -> list[str]:
     path = Path(lora.adapter_path or "")
     if not lora.adapter_path or not path.is_dir() or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
         return []
-    return [f"lora.r={lora.r}: ignored, the adapter at {lora.adapter_path} has r={rank}"]
+    return [f"lora.r={lora.r}: ignored, because the adapter at {lora.adapter_path} has r={rank}"]
 
 
 class GradientCheck:
@@ -299,7 +299,7 @@ class GradientCheck:
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # only other views of the flat buffer got a gradient
+            if grad is None:  # only other views of the flat buffer received a gradient
                 return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
@@ -307,9 +307,9 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor belongs to an expert without tokens, or to a layer used only in longer sequences."""
+        """Return whether a tensor belongs to an expert without tokens, or to a layer that only long sequences use."""
         expert = EXPERT_NAME.match(name)
-        others = filter(None, (EXPERT_NAME.match(seen) for seen in self._finite)) if expert else ()
+        others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
@@ -331,19 +331,19 @@ class GradientCheck:
         missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]
         if missing:
             raise RuntimeError(
-                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}; "
+                f"{len(missing)} of {len(self._names)} trained tensors got no gradient (first: {missing[0]}); "
                 "exclude layers that the model does not use with lora.exclude_modules"
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
             raise FloatingPointError(
-                f"{len(broken)} of {len(self._names)} trained tensors got a non-finite gradient, first "
-                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or check the data"
+                f"{len(broken)} of {len(self._names)} trained tensors got a non-finite gradient (first: "
+                f"{broken[0]}); lower training.learning_rate, use precision: bf16, or check the data"
             )
 
 
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
-    """Return a warning if the data has more information than the adapter can store.
+    """Return a warning if the data contains more information than the adapter can store.
 
     In that case LoRA falls behind full fine-tuning (Schulman et al., "LoRA Without Regret", 2025).
     """
@@ -351,6 +351,6 @@ def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str
     if capacity >= information:
         return None
     return (
-        f"the data has about {information / 1e6:,.1f} Mbit of information and an adapter of r={rank} holds about "
-        f"{capacity / 1e6:,.1f}: more data than it can learn; use a higher lora.r, or adapter: none"
+        f"the data has about {information / 1e6:,.1f} Mbit of information, but an adapter with r={rank} stores about "
+        f"{capacity / 1e6:,.1f}; use a higher lora.r, or adapter: none"
     )

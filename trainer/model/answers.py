@@ -52,7 +52,7 @@ def generate_texts(
 
 
 def needs_synced_passes(engine: Engine) -> bool:
-    """Return whether forward passes gather weights, so all ranks must stop generating at the same time."""
+    """Return whether forward passes gather weights, so that all ranks must generate the same number of tokens."""
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
@@ -75,12 +75,12 @@ def encode_prompt(
     rendered = images.insert(rendered) if images is not None else rendered
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise UserError("the prompt is empty; write one")
+        raise UserError("the prompt is empty; write a prompt")
     return torch.tensor([ids if first_token is None or ids[0] == first_token else [first_token, *ids]])
 
 
 def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer, according to the model, the tokenizer and the chat template.
+    """Return the tokens that end an answer for the model, the tokenizer or the chat template.
 
     An adapter trained on conversations ends its turns with the template's token, not with the end-of-text token.
     """
@@ -92,7 +92,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an answer in the chat template, or None; it may start the next turn."""
+    """Return the token that follows an answer in the chat template (it may start the next turn); None without one."""
     source = find_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

@@ -46,7 +46,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     if is_random(base_model):
-        return _give_head(base_model, section, build_random_config(base_model))
+        return _apply_overrides(base_model, section, build_random_config(base_model))
     check_source("base_model", base_model)
     check_config_file(base_model)
     disable_retries_without_network(base_model)
@@ -57,10 +57,10 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
         raise build_load_error("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
-    return _give_head(base_model, section, config)
+    return _apply_overrides(base_model, section, config)
 
 
-def _give_head(base_model: str, section: ModelSection, model_config: Any) -> Any:
+def _apply_overrides(base_model: str, section: ModelSection, model_config: Any) -> Any:
     if section.has_score:
         set_score_head(base_model, model_config)
     if section.rope_scaling is not None:
@@ -137,7 +137,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Set a padding token if there is none. Padding is masked by position, so any token works."""
+    """Set a padding token if the tokenizer has none. Padding is masked by position, so any token works."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
@@ -155,7 +155,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
 
 
 def context_length(model_config: Any) -> int | None:
-    """Return the model's maximum sequence length; None if unspecified or unlimited (-1 in XLNet)."""
+    """Return the model's maximum sequence length; None if it is not specified or unlimited (-1 in XLNet)."""
     length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return int(length) if length and length > 0 else None
 
@@ -183,8 +183,8 @@ def load_base_model(
     configuration unchanged. A stage-3 `deepspeed_config` lets DeepSpeed partition the model; `shards` shards it per
     layer.
 
-    transformers loads unpartitioned models in 16 or 32 bits. Quantized, partitioned and random ones are built empty and
-    filled module by module, so that no rank ever holds more than its shard and one module.
+    transformers loads unpartitioned models in 16 or 32 bits. Quantized, partitioned and random models are built empty
+    and filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
@@ -206,7 +206,7 @@ def load_base_model(
             deepspeed_config=deepspeed_config, shards=shards, unpack=unpack,
         )  # fmt: skip
         if not is_random(base_model):
-            with suppress(OSError):  # the base has no generation_config.json, which `from_pretrained` would read
+            with suppress(OSError):  # the base has no generation_config.json
                 revision = section.revision or "main"
                 model.generation_config = GenerationConfig.from_pretrained(base_model, revision=revision)
         return model
@@ -260,7 +260,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
 
-    It is drawn from torch's generator, which checkpoints restore. Passes without gradients get no noise.
+    The noise comes from torch's generator, which checkpoints restore. Passes without gradients get no noise.
     """
 
     def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

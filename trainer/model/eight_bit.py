@@ -55,7 +55,7 @@ class FrozenLinear8bit(nn.Linear):
         linear.weight.data = linear.weight.data.new_empty(0)
 
     @classmethod
-    def quantized(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
+    def from_linear(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
         """Quantize `linear` with one scale per row, and free its weight."""
         assert isinstance(linear, nn.Linear)
         parts = linear.weight.data.to(compute_dtype).split(ROWS_PER_CHUNK)
@@ -71,12 +71,12 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def packed(self) -> ops.EightBitWeight:
-        """The weight in the form of operators that multiply in 8 bits."""
+        """The weight as input to the operators that multiply in 8 bits."""
         return ops.EightBitWeight(self.weight, self.row_scale)
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """The weight in the form of operators that dequantize it."""
+        """The weight as input to the operators that dequantize it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +84,7 @@ class FrozenLinear8bit(nn.Linear):
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
+        """Return y[..., O] in the dtype of x, computed in the layer's compute dtype."""
         check_input(x)
         converted = x.to(self.compute_dtype)
         if self.exact:
@@ -98,10 +98,10 @@ class FrozenLinear8bit(nn.Linear):
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Raise UserError if the model converted the input of a layer to the type of its packed weight."""
+    """Raise UserError if the model converted a layer's input to the dtype of the packed weight."""
     if not x.is_floating_point():
         raise UserError(
-            "adapter=qlora: this model converts the input of a linear layer to the type of its packed weight; "
+            "adapter=qlora: this model converts a linear layer's input to the dtype of the packed weight; "
             "use adapter: lora"
         )
 

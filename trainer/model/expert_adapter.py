@@ -1,7 +1,7 @@
-"""The adapter of fused experts: PEFT's wrapper with factors per expert and a forward that never builds W + B A.
+"""The adapter of fused experts: PEFT's wrapper with factors per expert and a forward pass that never builds W + B A.
 
 PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds their products to all expert weights in
-every forward pass, which rules out dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens routed to each
+every forward pass, which rules out dropout. Our factors A [E, R, I] and B [E, O, R] act on the tokens routed to each
 expert. Files contain PEFT's matrices, so that `PeftModel.from_pretrained` can read them.
 Legend: E experts, R rank, I in, O out.
 """
@@ -82,7 +82,7 @@ class ParamWrapper(lora.ParamWrapper):
 
 @contextmanager
 def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
-    """Make PEFT use our wrapper for experts, and take target names literally (`keep_target_names`)."""
+    """Make PEFT use our wrapper for experts, and keep target names unchanged (`keep_target_names`)."""
     modules = expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in modules})
     with keep_target_names():
@@ -90,9 +90,9 @@ def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Set the dropout of all adapters, which PEFT refuses to do if one of them targets a parameter."""
+    """Set the dropout of all adapters; PEFT refuses dropout if an adapter targets a parameter."""
     for layer in adapted.modules():
-        computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
-        if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:
+        is_peft_wrapper = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
+        if rate and isinstance(layer, lora.LoraLayer) and not is_peft_wrapper:
             for name in layer.lora_dropout:
                 layer.lora_dropout[name] = nn.Dropout(rate)

@@ -1,6 +1,6 @@
-"""The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
+"""The forward pass of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes it if it supports the activation, which is found by trial. Other experts run one
+The operator `ops.experts_mlp` runs it if it supports the activation, which is detected by trial. Other experts run one
 by one in plain torch, with the model's own code between the products.
 Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
@@ -70,7 +70,7 @@ def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
 
 
 def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
-    """Return the frozen weights as operands of the operator; None if it does not support these experts."""
+    """Return the frozen weights as operands of `ops.experts_mlp`; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
         return None  # operators are loaded for training only
     activation = detect_activation(experts)
@@ -137,7 +137,7 @@ _CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
 def detect_activation(experts: Any) -> ExpertActivation | None:
-    """Return the operator's activation that these experts use, found by trial; None if there is no match."""
+    """Return the operator's activation that these experts use, detected by trial; None if none matches."""
     if experts not in _CACHE:
         _CACHE[experts] = _try_activations(experts)
     return _CACHE[experts]
@@ -217,7 +217,7 @@ class _Products:
 
 
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT swaps A and B for transposed weights."""
+    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; A and B are swapped, as PEFT does here."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))

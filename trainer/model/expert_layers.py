@@ -87,19 +87,19 @@ def experts_per_token(config: Any) -> int:
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the router weights by name: matrices next to the experts with one row per expert.
+    """Return the router weights by name: matrices in the experts' parent module with one row per expert.
 
-    Routers that are small networks are found by the name `router`.
+    The matrices of routers that are small networks are recognized by the name `router`.
     """
     routers: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         for experts in list(find_expert_weights(module).values())[:1]:
             parent = path.replace(".base_layer", "").rpartition(".")[0]  # adapted models have base layers
             count = model_shape(experts)[0]
-            for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
-                shape = model_shape(each)
+            for name, weight in model.get_submodule(parent).named_parameters(prefix=parent):
+                shape = model_shape(weight)
                 if len(shape) == 2 and (shape[0] == count or re.search(r"\.router(_\w+)?\.", name)):
-                    routers[name] = each
+                    routers[name] = weight
     return routers
 
 
@@ -107,7 +107,7 @@ class ExpertFactor(nn.Module):
     """The factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
-        """Convert PEFT's matrix; `down` marks A, which projects down to the rank."""
+        """Convert PEFT's matrix; `down` is True for A, which projects down to the rank."""
         super().__init__()
         self.down, self.experts = down, experts
         self.weight = nn.Parameter(self.from_peft(weight).contiguous())

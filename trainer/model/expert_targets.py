@@ -1,7 +1,7 @@
 """Select the tensors of fused experts that get an adapter, and the rank of their adapters.
 
-PEFT lists them in `target_parameters`. Its translation of older names (peft#3711) is not used: it mistakes gate_proj,
-up_proj and down_proj of dense layers and shared experts for parts of routed experts, and drops them.
+PEFT lists them in `target_parameters`. PEFT's translation of older names (peft#3711) is not used: it mistakes
+gate_proj, up_proj and down_proj of dense layers and shared experts for parts of routed experts, and drops them.
 """
 
 import re
@@ -66,12 +66,12 @@ def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router with its own weight rather than a plain linear layer."""
+    """Return whether a module is a router class with its own weight, not a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def list_aliases(path: str, name: str) -> list[str]:
-    """Return all names by which settings may refer to an expert tensor; `*` stands for the expert's index."""
+    """Return all names that settings may use for an expert tensor; `*` stands for the expert's index."""
     parts = [name, *USUAL_NAMES[name]]
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
@@ -103,21 +103,21 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         raise UserError(
-            f"{setting}: a rank above the width {width} of an expert adds nothing; set lora.expert_rank "
+            f"{setting}: exceeds the width {width} of an expert, which adds nothing; set lora.expert_rank "
             f"to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
         )
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     experts, aliases = expert_modules(model), list_expert_aliases(model)
-    unknown = {type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)}
+    unknown = {type(part).__name__ for part in model.modules() if find_expert_weights(part) and not holds_experts(part)}
     reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
             if not lora.experts:
-                raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
+                raise UserError(f"lora.target_parameters={name}: names experts, but lora.experts is false; remove one")
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
                 raise UserError(f"lora.target_parameters={name}: {reason}; remove it")
@@ -128,7 +128,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
         elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):
-            raise UserError(f"lora.target_parameters={name}: is the weight of an adapted layer; remove it")
+            raise UserError(f"lora.target_parameters={name}: already adapted by target_modules=all-linear; remove it")
     if not experts:
         if lora.expert_rank != "r":
             raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove it")
@@ -137,7 +137,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 raise UserError(f"lora.target_modules={name}: {reason}; use layers, or all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
-            raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
+            raise UserError(f"lora.target_modules={name}: names experts, but lora.experts is false; remove one of them")
         if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             pattern = name[: single.start(1)] + "*" + name[single.end(1) :]
             raise UserError(
@@ -147,14 +147,14 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
 
 
 def check_experts_per_token(base_model: str, model: Any) -> None:
-    """Raise UserError if config.json routes each token to more experts than exist; the model may be empty."""
+    """Raise UserError if config.json routes a token to more experts than the model has; the model may be empty."""
     text, modules = model.config.get_text_config(), expert_modules(model).values()
-    name = next((each for each in TOP_K_NAMES if isinstance(getattr(text, each, None), int)), None)
+    name = next((key for key in TOP_K_NAMES if isinstance(getattr(text, key, None), int)), None)
     experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
             f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but {experts} experts; "
-            "copy it again from the model"
+            "copy it again from the original model"
         )
 
 
@@ -176,7 +176,7 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
     ):
         name = _last_component(routers[0]) if routers else "gate"
         raise UserError(
-            f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
+            f"{setting}: has no effect, because the router is not trained; add {name} to lora.modules_to_save or "
             "to the names in lora.target_modules, or set it to 0"
         )
 
@@ -191,7 +191,7 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
 
 
 def build_subtree_pattern(name: str) -> str:
-    """Return a pattern for all paths that end in `name`, and for all paths below them."""
+    """Return a pattern that matches all paths ending in `name`, and all paths below them."""
     root = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
     return rf"{root}(?:\..*)?"
 

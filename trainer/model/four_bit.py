@@ -1,4 +1,4 @@
-"""4-bit linear layers (bitsandbytes NF4 or FP4) that save memory under ZeRO-3.
+"""4-bit linear layers (bitsandbytes NF4 or FP4) that also save memory under ZeRO-3.
 
 bitsandbytes' autograd Function saves a view of the packed weight. Under ZeRO-3 that view pins the gathered weight
 of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved: its data is
@@ -20,7 +20,7 @@ from trainer.contract.known_versions import replaces
 from trainer.model.eight_bit import check_input
 
 READ_DIRECTLY = ("dt_proj",)
-"""Names of layers left unquantized: Mamba-1 (Jamba) multiplies by the weight of `dt_proj` without calling it."""
+"""Names of layers that stay unquantized: Mamba-1 (Jamba) reads the weight of `dt_proj` without calling the layer."""
 
 
 @replaces("`dequantize_4bit` on a CPU")
@@ -54,10 +54,10 @@ class Params4bit(bnb.nn.Params4bit):
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward of ops/scaled.py."""
+    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward pass of ops/scaled.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return y[T,O] = x[T,I] W^T + b in the type of x, computed in the layer's compute dtype."""
+        """Return y[T,O] = x[T,I] W^T + b in the dtype of x, computed in the layer's compute dtype."""
         check_input(x)
         dense = partial(dequantized, quant_state=self.quant_state)
         return frozen_linear(x.to(self.compute_dtype), dense, (self.weight,), self.bias).to(x.dtype)

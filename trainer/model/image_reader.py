@@ -38,7 +38,7 @@ TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Load the processor of a supported image model, or return None. Raises UserError if it cannot be loaded."""
+    """Load the processor of a supported vision-language model; None for other models. Raises UserError if it fails."""
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
@@ -46,7 +46,7 @@ def load_image_reader(
             raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove it")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
-            "dataset.min_pixels={min_pixels}: exceeds dataset.max_pixels={max_pixels}; lower it".format(**sizes)
+            "dataset.min_pixels={min_pixels}: exceeds dataset.max_pixels={max_pixels}; lower min_pixels".format(**sizes)
         )
     return reader
 
@@ -98,15 +98,15 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the model's `reader`, or None without `--image`.
+    """Return the images of `--image` for the model's `reader`; None without `--image`.
 
-    Raises UserError for missing images, or if the model accepts none.
+    Raises UserError if an image is missing, or if the model does not accept images.
     """
     if reader is None:
         if files:
             raise UserError(
-                f"--image={files[0]}: this model reads no images here; use one of docs/reference/vision-models.md with "
-                "the package it names"
+                f"--image={files[0]}: this model does not accept images here; use one of "
+                "docs/reference/vision-models.md with the package it names"
             )
         return None
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
@@ -125,7 +125,7 @@ def trains_images(model: Any) -> bool:
 
 
 def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return a builder of image inputs for a loaded model; with `every_rank` batches without an image get a dummy."""
+    """Return a builder of a model's image inputs; with `every_rank`, batches without images get a dummy image."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
@@ -145,12 +145,12 @@ def cache_features(
 ) -> ImageInputs:
     """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
 
-    The ranks of each host share its missing images. All ranks run the tower the same number of times, because it
-    may be sharded. Instead of weights, the folder's name has a hash of the tower's output for a noise image.
+    The ranks of each host share its missing images. All ranks run the tower the same number of times, because it may be
+    sharded. The folder's name contains a hash of the tower's output for a noise image, which stands for its weights.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; turn it off")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[TowerOutput, torch.Tensor | None]:

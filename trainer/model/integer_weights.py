@@ -5,7 +5,7 @@ int4   one scale per group of 128, 64 or 32 weights of a row: the largest size t
 
 Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips nothing: the larger of
 max(w) / 127 and -min(w) / 128. torchao's fake quantizers divide the largest magnitude by 127.5, which puts it halfway
-between two integers in half of the groups, where rounding depends on the last bit of a sum. The scale is first rounded
+between two integers in half of the groups; rounding then depends on the last bit of a sum. The scale is first rounded
 to the model's dtype, in which it is stored and in which servers multiply.
 """
 
@@ -25,7 +25,7 @@ from trainer.parallel.engine.linear_layers import is_linear
 Integers = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes that the kernels of vLLM and SGLang support; smaller ones are more accurate."""
+"""Group sizes that the kernels of vLLM and SGLang support; smaller groups are more accurate."""
 INSTALL = "pip install torchao compressed-tensors"
 
 
@@ -75,7 +75,7 @@ def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.
     name, width = next((name, width) for name, width in widths.items() if width % GROUP_SIZES[-1])
     last = name.rpartition(".")[2]
     raise UserError(
-        f"{setting}=int4: groups of {GROUP_SIZES[-1]} or more do not divide the input width {width} of {name}; use "
+        f"{setting}=int4: no group size from {GROUP_SIZES[-1]} on divides the input width {width} of {name}; use "
         f"int8, or exclude it with lora.exclude_modules: [{last}]"
     )
 
@@ -116,7 +116,7 @@ def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def explain_not_rounded(layer: Any) -> str | None:
-    """Return why the merged weight W + s B A of an adapted layer cannot be rounded to integers; None if it can."""
+    """Return why the merged weight W + s B A of an adapted layer cannot be rounded to integers; None if it can be."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):
         return f"{type(layer.base_layer).__name__} is not a plain linear layer"

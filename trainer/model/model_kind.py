@@ -32,7 +32,7 @@ def has_score(model_config: Any) -> bool:
 
 
 def set_score_head(base_model: str, model_config: Any) -> None:
-    """Turn the configuration into a reward model's. Raises UserError if the model does not allow it."""
+    """Give the configuration a score head for a reward. Raises UserError if the model does not support it."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -56,7 +56,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
 
 
 def find_output_layer(model: Any) -> Any:
-    """Return the output head, for reward models the score head, or None if there is neither."""
+    """Return the output head, or the score head of a reward model; None if the model has neither."""
     head = model.get_output_embeddings()
     return getattr(model, "score", None) if head is None else head
 
@@ -87,13 +87,11 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
-        raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
+        raise UserError(f"{setting}: is an encoder-decoder model ({kind}); use a causal language model")
     try:
         method = find_quantization_method(model_config)
     except ValueError:  # raised by get_text_config if there are several text parts
-        raise UserError(
-            f"{setting}: has several text parts ({kind}); only causal language models are trained"
-        ) from None
+        raise UserError(f"{setting}: has several text parts ({kind}); use a causal language model") from None
     if method == MXFP4 and all_trained:
         raise UserError(
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
@@ -161,7 +159,7 @@ def is_mxfp4(model_config: Any) -> bool:
 
 
 def find_quantization_method(model_config: Any) -> str | None:
-    """Return the quantization method of the stored weights (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
+    """Return the stored weights' quantization method, such as `bitsandbytes`, `gptq` or `fp8`; None if unquantized."""
     settings = find_quantization_settings(model_config)
     if settings is None:
         return None

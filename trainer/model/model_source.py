@@ -85,11 +85,11 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > MAX_NAME_BYTES:
-        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes; at most {MAX_NAME_BYTES} are allowed")
+        raise UserError(f"{setting}={name[:40]}...: has a part of {longest} bytes; use at most {MAX_NAME_BYTES}")
     path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{prefix}: is a file; use the folder that holds it and its config.json")
+            raise UserError(f"{prefix}: is a file; use its folder, with config.json")
         if path.is_dir():
             os.listdir(path)
             return
@@ -116,7 +116,7 @@ def check_config_file(base_model: str) -> None:
         raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
     if (folder / SETTINGS_FILE).exists():
         raise UserError(
-            f"{prefix}: also holds an adapter, and transformers would load it and its base instead of these "
+            f"{prefix}: also contains an adapter; transformers would load that adapter and its base instead of these "
             f"weights; move {SETTINGS_FILE} to a separate folder"
         )
     settings = read_settings(prefix, file, ConfigKeys)
@@ -129,10 +129,10 @@ def check_config_file(base_model: str) -> None:
 
     kind = settings.model_type
     if kind is None:
-        raise UserError(f"{prefix}: config.json has no model_type; copy it again from the model")
+        raise UserError(f"{prefix}: config.json has no model_type; copy it again from the original model")
     if kind not in CONFIG_MAPPING:
         raise UserError(
-            f"{prefix}: config.json says model_type {kind}, which transformers {__version__} does not know; "
+            f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not know; "
             "correct it, or install a newer transformers"
         )
 
@@ -142,7 +142,7 @@ def read_settings(prefix: str, file: Path, shape: Any) -> Any:
     try:
         return read_json(file, shape)
     except UnreadableFile as fault:
-        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the model") from None
+        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the original model") from None
 
 
 def check_settings(prefix: str, model_config: Any) -> None:
@@ -153,7 +153,7 @@ def check_settings(prefix: str, model_config: Any) -> None:
     try:
         check_shape(values, Path("config.json"), ConfigKeys)
     except UnreadableFile as fault:
-        raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the model") from None
+        raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the original model") from None
 
 
 def _describe_missing_config(folder: Path) -> str:
@@ -161,14 +161,14 @@ def _describe_missing_config(folder: Path) -> str:
         base = None
         with suppress(UserError):
             base = read_adapter_settings(folder).get("base_model_name_or_path")
-        base = base or "its base"
-        return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
+        base = base or "the adapter's base"
+        return f"contains only an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
     if (folder / "model_index.json").exists():
-        return "holds an image model; set task: auto, or use the folder of a language model"
+        return "contains an image model; set task: auto, or use the folder of a language model"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:
-        return f"the folder has no config.json, but its subfolder {inner[0]} does; use {folder / inner[0]}"
-    return "the folder has no config.json; use the folder of a saved model"
+        return f"has no config.json, but its subfolder {inner[0]} has one; use {folder / inner[0]}"
+    return "has no config.json; use the folder of a saved model"
 
 
 def build_load_error(
@@ -179,7 +179,7 @@ def build_load_error(
     Pass `model_config` if the configuration was loaded, but no model could be built from it.
     """
     prefix = f"{setting}={name}"
-    reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _first_line(error)
+    reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _shorten_reason(error)
     if isinstance(error, ImportError):
         return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
@@ -188,7 +188,7 @@ def build_load_error(
         failure = _describe_hub_failure(name, error)
         return UserError(f"{prefix}: not a local folder, not in the hub's cache, and {failure}")
     if not tokenizer:
-        return UserError(f"{prefix}: no model can be built from config.json ({reason}); copy it again from the model")
+        return UserError(f"{prefix}: config.json is unusable ({reason}); copy it again from the original model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return build_missing_tokenizer_error(setting, name)
     return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
@@ -206,26 +206,26 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
             if file.exists():
                 read_json(file)
         except UnreadableFile as fault:
-            return f"{file.name}: {fault.problem}; copy it again from the model"
+            return f"{file.name}: {fault.problem}; copy it again from the original model"
     return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
-    """Describe why the download failed, from the hub's exceptions, which transformers wraps in its own."""
+    """Describe why a download failed, from the hub's exceptions that transformers wraps in its own."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    elsewhere = f"run `hf download {name}` on a machine with network access, and use that folder"
+    offline_fix = f"run `hf download {name}` on a machine with network access, and use the folder that it prints"
     if constants.HF_HUB_OFFLINE:
-        return f"HF_HUB_OFFLINE is set; {elsewhere}"
+        return f"HF_HUB_OFFLINE is set; {offline_fix}"
     causes = _list_causes(error)
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return f"gated; accept its license at https://huggingface.co/{name}, then run `hf auth login`"
+        return f"its repository is gated; accept its license at https://huggingface.co/{name}, then run `hf auth login`"
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
         return "the hub has no such revision; check model.revision"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return "not on the hub, or private; check the name, or run `hf auth login`"
-    return f"the download from the hub failed ({_first_line(error)}); check the name, or {elsewhere}"
+        return "its repository does not exist or is private; check the name, or run `hf auth login`"
+    return f"the download from the hub failed ({_shorten_reason(error)}); check the name, or {offline_fix}"
 
 
 def _list_causes(error: BaseException | None) -> list[BaseException]:
@@ -236,7 +236,7 @@ def _list_causes(error: BaseException | None) -> list[BaseException]:
     return causes
 
 
-def _first_line(error: Any) -> str:
+def _shorten_reason(error: Any) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Errors of pydantic and huggingface_hub name the field in the first line and the reason in the second.
     text = " ".join(lines[:2])

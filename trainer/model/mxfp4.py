@@ -45,11 +45,11 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT
     exponent = torch.where(torch.ldexp(largest, -exponent) > 7.0, exponent + 1, exponent)
     exponent = torch.where(largest > 0, exponent, -_BIAS).clamp(-_BIAS, _BIAS)
-    pairs = nearest_codes(torch.ldexp(in_blocks, -exponent[..., None])).unflatten(-1, (-1, 2))
+    pairs = round_to_codes(torch.ldexp(in_blocks, -exponent[..., None])).unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, (exponent + _BIAS).to(torch.uint8)
 
 
-def nearest_codes(values: Tensor) -> Tensor:
+def round_to_codes(values: Tensor) -> Tensor:
     """Return the code (uint8) of the nearest E2M1 number; ties go to the even code."""
     magnitude = values.abs()
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
@@ -71,13 +71,13 @@ def strip_quantization(model_config: Any) -> Any:
 def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
     """Return full-precision shapes by name; `declared`: whether config.json declares MXFP4 experts.
 
-    Raises UserError if only some experts are in MXFP4, or blocks or scales are missing.
+    Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.
     """
     packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
     packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and declared}
     if not packed and declared:
         raise UserError(
-            f"{setting}: config.json says mxfp4, but no tensor is stored in it; remove quantization_config from "
+            f"{setting}: config.json says mxfp4, but no tensor is in that format; remove quantization_config from "
             "config.json"
         )
     if packed and not declared:

@@ -18,7 +18,7 @@ from trainer.contract.known_versions import replaces, require
 @replaces("the conversion of target names")
 @contextmanager
 def keep_target_names() -> Iterator[None]:
-    """Disable the translation while PEFT adds an adapter to a model within the context."""
+    """Disable PEFT's translation of target names within the context."""
     import peft.utils.transformers_weight_conversion as conversion
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
@@ -40,7 +40,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
-        except ValueError:  # PEFT fuses two targets into one, and the other is missing
+        except ValueError:  # PEFT fuses two targets into one, but the other one is missing
             refused.add(name)
             continue
         if name not in set(config.target_modules or ()):
@@ -49,7 +49,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
 
 
 def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
-    """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
+    """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason for each."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 
@@ -66,7 +66,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
 def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map tensor names in an adapter's file to the names that PEFT looks up in the model.
 
-    Omits tensors that PEFT would combine. The model may be empty, and need not be adapted.
+    Omits tensors that PEFT would combine. The model may be empty and without an adapter.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
@@ -81,8 +81,8 @@ def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     """Map an adapter's tensor names in the model to names that plain PEFT can load.
 
-    Most are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, only the checkpoint's
-    name works. Raises UserError if no name works.
+    Most names are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, only the
+    checkpoint's name works. Raises UserError if no name works.
     """
     from transformers import core_model_loading
 

@@ -8,9 +8,9 @@ them together. Its sections, each in the order of the experts:
     codes     half a byte or one byte per value; each expert's matrix is quantized separately
     scales    NF4: 32 bits per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
               8 bits: 32 bits per row, or per block of rows and columns
-    nested    double quantization: one scale per 256 scales, 32 bits
-    offsets   double quantization: the mean subtracted from the scales, 32 bits
-    book      the 16 values that codes stand for; `nested_book`: the 256 values of 8-bit scales; 32 bits
+    nested    double quantization: one 32-bit scale per 256 scales
+    offsets   double quantization: the mean subtracted from the scales, in 32 bits
+    book      the codebook: the 16 values of the codes; `nested_book`: the 256 values of 8-bit scales; both in 32 bits
 
 Experts without an adapter run the model's own code on dequantized weights. The backward pass dequantizes them again
 and recomputes the experts, so that only the current layer has 16-bit weights.
@@ -50,7 +50,7 @@ class ExpertsLayout:
     rows: int
     cols: int
     dtype: torch.dtype
-    """Type of the dequantized values."""
+    """Dtype of the dequantized values."""
     transposed: bool = False
     """Whether the model's own tensor is [experts, cols, rows]."""
     block: int = mxfp4.BLOCK
@@ -83,7 +83,7 @@ class ExpertsLayout:
         return -(-self.rows * self.cols // self.block)
 
     def sections(self) -> Sections:
-        """Return the shape and type of each section, in order."""
+        """Return the shape and dtype of each section, in order."""
         if self.groups is not None:
             return self.groups.sections()
         if self.eight_bit:
@@ -220,7 +220,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize as one row, because bitsandbytes 0.50.2 uses wrong scales on a CPU for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -261,20 +261,20 @@ class FrozenLinearGrouped(nn.Linear):
         return self.layout.dequantized(self.weight.data, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
+        """Return y[..., O] in the dtype of x, computed in the layer's compute dtype."""
         check_input(x)
         return ops.grouped_linear(x.to(self.compute_dtype), self.weight, self.layout, self.bias).to(x.dtype)
 
 
 @replaces("the forward of quantized experts")
 def compute_dequantized(module: nn.Module) -> None:
-    """Make a module with packed experts compute on dequantized weights."""
+    """Make a module with packed experts compute with dequantized weights."""
     module.forward = partial(forward_frozen, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
     """Return a module's own packed parameters by name."""
-    return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
+    return {name: value for name, value in module._parameters.items() if isinstance(value, PackedExperts)}
 
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_shape(base_model: str) -> str | None:
-    """Return the shape with a name that is a prefix of a model's name, ignoring case and punctuation, or None."""
+    """Return the shape name that a model's name begins with, ignoring case and punctuation; None if none matches."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
     name = _normalize(base_model.rstrip("/").rpartition("/")[2])

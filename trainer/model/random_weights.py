@@ -41,7 +41,7 @@ def build_random_config(base_model: str) -> Any:
     unknown = [key for key in settings if not hasattr(default_config, key) and key not in others]
     if unknown:
         raise UserError(
-            f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration; remove it"
+            f"base_model={base_model}: {unknown[0]} is not a setting of {model_type} configurations; remove it"
         )
     for key, value in settings.items():
         if key not in published or published[key] != value:
@@ -57,7 +57,7 @@ def build_random_config(base_model: str) -> Any:
         raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
-        raise UserError(f"base_model={base_model}: num_key_value_heads={groups} does not divide {heads} heads; use 1")
+        raise UserError(f"base_model={base_model}: num_key_value_heads={groups} must divide {heads} heads; use 1")
     config.name_or_path = base_model
     return config
 
@@ -71,7 +71,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
 
 
 def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
-    """Return the value of a setting, with integral floats as int. Raises UserError for a wrong type or range."""
+    """Return the value of a setting, integral floats as int. Raises UserError for a wrong type or range."""
     default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
     if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
@@ -129,13 +129,13 @@ class RandomTensors:
         return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor on the device; with `index`, that slice of its first dimension (kept, of length one)."""
+        """Return a tensor on the device; with `index`, only that entry of the first dimension, which is kept."""
         if name in self._packed:
             count, *shape = self._packed[name]
-            return torch.cat([self._draw_packed(name, each, shape) for each in _select_experts(count, index)])
+            return torch.cat([self._draw_packed(name, expert, shape) for expert in _select_experts(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
-            return torch.cat([self._draw(f"{name} {each}", like[:1]) for each in _select_experts(len(like), index)])
+            return torch.cat([self._draw(f"{name} {expert}", like[:1]) for expert in _select_experts(len(like), index)])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
@@ -147,16 +147,16 @@ class RandomTensors:
         """Draw random codes; the fixed exponent gives them about the standard deviation of the other weights."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
-        generator = self._generator(f"{name} {expert}")
+        generator = self._build_generator(f"{name} {expert}")
         return torch.randint(256, (1, *shape), generator=generator, dtype=torch.uint8, device=self._device)
 
-    def _generator(self, name: str) -> torch.Generator:
+    def _build_generator(self, name: str) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
         return torch.Generator(self._device).manual_seed(seed)
 
     def _draw(self, name: str, like: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
+        return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._build_generator(name))
 
 
 def draw_score(model_config: Any) -> torch.Tensor:
@@ -166,7 +166,7 @@ def draw_score(model_config: Any) -> torch.Tensor:
 
 
 class TensorsWithScore:
-    """The tensors of a checkpoint, with a new score head if it has none."""
+    """The tensors of a checkpoint, with a new score head if the checkpoint has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config

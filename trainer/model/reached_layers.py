@@ -2,8 +2,8 @@
 
 Attention indexers select tokens without a gradient, some models read a layer's weight directly, a decoder without an
 encoder never calls its cross-attention, and text never reaches the experts of images. Such layers are detected rather
-than listed: the model's own code runs once on the CPU, on a copy without weights whose linear layers and experts only
-pass on their input. Of layers that differ only in their index, one is run.
+than listed: the model's own code runs once on the CPU, on a copy without weights in which linear layers and experts
+only pass on their input. Of layers that differ only in their index, only one runs.
 """
 
 import copy
@@ -64,7 +64,7 @@ def find_reached(model: Any) -> Reached:
 def _observe(model_class: Any, config: Any) -> Reached:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
-    except Exception:  # of any type, from models that need all of their layers
+    except Exception:  # models that need all of their layers raise errors of any type
         few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
     late: set[str] = set()
     if few.called - few.reached:
@@ -75,10 +75,10 @@ def _observe(model_class: Any, config: Any) -> Reached:
 
 
 class _Pass:
-    """A pass that records a model's linear layers except the head, those called, and those that get a gradient."""
+    """A pass that records a model's linear layers without the head, and which are called and which get a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, through only one of the layers that differ only in their index."""
+        """Run the pass; with `once`, layers that differ only in their index run once."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -130,7 +130,7 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to a set of paths."""
+    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to given paths."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -139,10 +139,10 @@ def _drop_repeated_layers(model: Any) -> Any:
     layers._modules = {str(number): layers[number] for number in indices_by_first}  # under their original indices
 
     def add_dropped(paths: Any) -> Iterator[str]:
-        for each in paths:
-            match = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
+        for kept in paths:
+            match = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", kept)
             yield from (
-                [each]
+                [kept]
                 if match is None
                 else [f"{path}.{indices}{match[2]}" for indices in indices_by_first[int(match[1])]]
             )
@@ -151,9 +151,9 @@ def _drop_repeated_layers(model: Any) -> Any:
 
 
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the path and layers of the ModuleList with the most parameters; `("", ModuleList())` without one."""
+    """Return the path and layers of the ModuleList with the most parameters; `("", ModuleList())` if none exists."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(model_shape(each).numel() for each in layers.parameters()) for _, layers in lists]
+    sizes = [sum(model_shape(weight).numel() for weight in layers.parameters()) for _, layers in lists]
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 
@@ -165,7 +165,7 @@ def describe_layer(layer: nn.Module) -> Any:
         for name, value in vars(module).items()
         if isinstance(value, int | float | str) and "idx" not in name and name != "layer_id"
     ]
-    weights = [(tuple(each.shape), each.requires_grad) for each in layer.parameters()]
+    weights = [(tuple(weight.shape), weight.requires_grad) for weight in layer.parameters()]
     lists = [path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList)]
     # A layer may select an entry of its ModuleList by its index, as in Zamba 2.
     identity = None if all(path.endswith("experts") for path in lists) else id(layer)

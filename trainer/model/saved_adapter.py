@@ -1,4 +1,4 @@
-"""Save adapter settings by which plain PEFT finds the same layers, and load any PEFT adapter."""
+"""Save adapter settings with which plain PEFT finds the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from trainer.model.targets import Targets
 
 
 def check_separate_weights(adapted: Any, prefix: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot hold both updates."""
+    """Raise UserError if two adapted layers share a weight, as in Zamba; one weight cannot hold both updates."""
     from peft.tuners.lora import LoraLayer
 
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
@@ -30,7 +30,7 @@ def check_separate_weights(adapted: Any, prefix: str) -> None:
                 other
             ) is not layer:
                 raise UserError(
-                    f"{prefix}: {other} and {path} have separate adapters but share a weight, which cannot hold both; "
+                    f"{prefix}: {other} and {path} share a weight, which cannot hold the updates of both adapters; "
                     "use the adapter with PEFT"
                 )
 
@@ -39,18 +39,18 @@ def load_adapter(
     model: Any,
     folder: str,
     *,
-    misfit: str | None = None,
+    error_prefix: str | None = None,
     trainable: bool = False,
     dropout: float = 0.0,
     in_32_bits: bool = False,
 ) -> Any:
     """Load an adapter from a folder or the hub into the model, with our forward for adapted experts.
 
-    `dropout` sets the dropout for training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
+    `dropout` is the dropout for training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
     converts a 16-bit adapter.
 
     Raises:
-        UserError: beginning with `misfit`, unless every tensor of the file and of the adapted model is loaded.
+        UserError: beginning with `error_prefix`, unless every tensor of the file and of the adapted model is loaded.
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
@@ -85,7 +85,7 @@ def load_adapter(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
-        prefix = misfit or f"{folder}: does not fit this base model"
+        prefix = error_prefix or f"{folder}: does not fit this base model"
         raise UserError(f"{prefix}: {_describe_misfit(error)}") from error
     return adapted if trainable else adapted.eval()
 
@@ -97,8 +97,8 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
     layers = {path for path, _ in adapted.named_modules()}
     lora_names = [name for name in weights if name.partition(".lora_")[0] in layers]
-    in_file, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
-    state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
+    stored_names, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
+    state = {stored_names.get(name, name): value.to(device) for name, value in weights.items()}
     _set_tensors(adapted, state)
 
 
@@ -151,7 +151,7 @@ def _set_tensors(adapted: Any, state: dict[str, Tensor]) -> None:
         (missing, "tensors of the adapted model are not in the file"),
     ):
         if names:
-            raise ValueError(f"{len(names)} {problem}, first {names[0]}")
+            raise ValueError(f"{len(names)} {problem} (first: {names[0]})")
 
 
 def _is_linear(model: nn.Module, parameter: str) -> bool:
@@ -206,8 +206,8 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
                 matched.add(f"{plain}.weight")
     if matched != layers:
         raise UserError(
-            f"lora.target_modules: PEFT would not find the same {len(layers)} layers on loading the adapter, "
-            f"first {min(matched ^ layers)}; exclude it with lora.exclude_modules"
+            f"lora.target_modules: PEFT would not find the same {len(layers)} layers when it loads the adapter "
+            f"(first: {min(matched ^ layers)}); exclude them with lora.exclude_modules"
         )
     map_saved_names(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
 

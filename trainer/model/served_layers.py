@@ -1,6 +1,6 @@
-"""Find adapters that an inference server would ignore, giving answers that differ from the trained model's.
+"""Find adapted layers that an inference server would ignore, so that its answers differ from the trained model's.
 
-Observed with vLLM 0.32 (tests/servers/test_vllm.py), and listed in SGLang's source.
+The lists are from tests of vLLM 0.32 (tests/servers/test_vllm.py) and from SGLang's source.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -
 
 
 def describe_exclusion(name: str) -> str:
-    """Return how to exclude layers with this name from training."""
+    """Return the settings that exclude layers with this name from training."""
     if name in ("gate", "router"):
         return f"remove {name} from lora.target_modules and lora.target_parameters"
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
@@ -49,7 +49,7 @@ def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: S
     settings = {
         "lora.dora": lora.dora,
         "lora.modules_to_save": lora.modules_to_save,
-        "the weights that vision.train adds": lora.image_parts != "none",
+        "the weights trained by vision.train": lora.image_parts != "none",
         "model.added_tokens": added_tokens,
     }
     warnings = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]

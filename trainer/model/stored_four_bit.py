@@ -22,7 +22,7 @@ from torch import Tensor
 from ops.grouped import SCALES, GroupedLayout, place_sections
 from ops.reference import dequantize_groups
 from trainer.config import UserError
-from trainer.model.mxfp4 import nearest_codes
+from trainer.model.mxfp4 import round_to_codes
 from trainer.model.stored_fp8 import (
     CONVERSIONS,
     SAME_MODEL_FIX,
@@ -41,7 +41,7 @@ PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
 TYPES = ("F32", "F16", "BF16", "F8_E4M3")
 """The types in ops.grouped.SCALES, as safetensors names them."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of 8 adjacent columns in an int32."""
+"""Positions of 8 adjacent columns in an int32 of AWQ."""
 Shape = tuple[int, ...]
 
 
@@ -64,7 +64,7 @@ class FourBitForm:
         """Return whether the linear layer at `path` is in 4 bits according to config.json."""
         is_in_layer = any(part.isdigit() for part in path.split("."))
         is_match = str.__contains__ if self.name == "AWQ" else lambda path, entry: matches_module(entry, path)
-        return is_in_layer and not any(is_match(path, each) for each in self.excluded)
+        return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
         """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index into TYPES (None: default)."""
@@ -115,18 +115,19 @@ def _parse_columns(settings: dict[str, Any], method: Any) -> FourBitForm | str:
 def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     groups = [group or {} for group in (settings.get("config_groups") or {}).values()]
     weights: list[dict[str, Any]] = [group.get("weights") or {} for group in groups]
-    if not any(each.get("num_bits") == 4 for each in weights):
+    if not any(part.get("num_bits") == 4 for part in weights):
         return None
     first, excluded = weights[0], tuple(settings.get("ignore") or ())
     strategy, kind, group = first.get("strategy"), first.get("type"), first.get("group_size")
     group = group if isinstance(group, int) and group > 0 else 0
-    is_read = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
+    is_supported = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
     faults = {
-        "layers of several number types": len({str((each.get("num_bits"), each.get("type"))) for each in weights}) > 1,
-        "inputs are quantized too, as in W4A4": any(group.get("input_activations") for group in groups),
-        "its weights are sparse": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
-        "its inputs are rotated (transform_config)": bool(settings.get("transform_config")),
-        f"4-bit {kind}s by {strategy} of {group}": not is_read,
+        "with layers of several number types": len({str((part.get("num_bits"), part.get("type"))) for part in weights})
+        > 1,
+        "with quantized inputs, as in W4A4": any(group.get("input_activations") for group in groups),
+        "with sparse weights": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
+        "with rotated inputs (transform_config)": bool(settings.get("transform_config")),
+        f"with 4-bit {kind}s by {strategy} of {group}": not is_supported,
     }
     if fault := next((fault for fault, applies in faults.items() if applies), ""):
         return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
@@ -140,7 +141,7 @@ class FourBitFiles:
     """The tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
     def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
-        """Find the packed weights. Raises UserError, beginning with `setting`, if there are none or they do not fit."""
+        """Find the packed weights. Raises UserError, beginning with `setting`, if none exist or if they do not fit."""
         self._files, self._form, self._setting = files, form, setting
         self._shapes, self._types = files.shapes(), files.types()
         self._by_column = form.name in ("GPTQ", "AWQ")
@@ -153,7 +154,7 @@ class FourBitFiles:
         self._plain = {name: self._shapes[name] for name in plain}
         if not self.layouts:
             raise UserError(
-                f"{setting}: config.json says {form.name}, but no tensor is stored in it; remove quantization_config "
+                f"{setting}: config.json says {form.name}, but no tensor is in that format; remove quantization_config "
                 "from config.json"
             )
         for name, shape in self._plain.items():
@@ -165,10 +166,10 @@ class FourBitFiles:
 
     def shapes(self) -> dict[str, Shape]:
         """Return the full-precision shapes by name."""
-        return self._plain | {name: (each.rows, each.cols) for name, each in self.layouts.items()}
+        return self._plain | {name: (layout.rows, layout.cols) for name, layout in self.layouts.items()}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, a packed one as float32; with `index`, only that row (of length one)."""
+        """Return a tensor, packed weights as float32; with `index`, only that row, as a matrix of one row."""
         if name not in self.layouts:
             return self._files.read(name, index)
         weight = self._dequantize(self.layouts[name], self._read_parts(name))
@@ -183,13 +184,14 @@ class FourBitFiles:
 
     def find_layout(self, stored: Stored, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
         """Return the packed layout of a parameter of `shape` ([.., I, O] if transposed); None to dequantize it."""
-        names = [name for each in stored.names.values() for name in each]
-        kinds = {type(each).__name__: each for each in stored.converter.operations} if stored.converter else {}
+        names = [name for group in stored.names.values() for name in group]
+        operations = stored.converter.operations if stored.converter else ()
+        kinds = {type(operation).__name__: operation for operation in operations}
         *experts, rows, _ = (*shape[:-2], *reversed(shape[-2:])) if transposed else shape
         layouts = {self.layouts[name]._replace(rows=rows) for name in names if name in self.layouts}
-        joined = "Concatenate" not in kinds or kinds["Concatenate"].dim == len(shape) - 2
-        alike = len(layouts) == 1 and all(name in self.layouts for name in names)
-        if not (alike and joined and set(kinds) <= set(CONVERSIONS) and transposed == ("Transpose" in kinds)):
+        is_joined = "Concatenate" not in kinds or kinds["Concatenate"].dim == len(shape) - 2
+        is_uniform = len(layouts) == 1 and all(name in self.layouts for name in names)
+        if not (is_uniform and is_joined and set(kinds) <= set(CONVERSIONS) and transposed == ("Transpose" in kinds)):
             return None
         return layouts.pop()._replace(experts=next(iter(experts), 0))
 
@@ -220,9 +222,9 @@ class FourBitFiles:
         scale = (scale / parts["divisors"] if layout.divided else scale)[:, order]
         steps = torch.where(scale == 0, 0.0, target / scale)
         zero = parts["zeros"][:, order].float() if layout.zeros else 8.0
-        codes = nearest_codes(steps) if layout.floats else (steps + zero).round().clamp(0, 15).to(torch.uint8)
+        codes = round_to_codes(steps) if layout.floats else (steps + zero).round().clamp(0, 15).to(torch.uint8)
         names = [f"{path}.{part}" for part in self._parts.values()]
-        tensors = {each: self._files.read(each) for each in names if each in self._shapes}
+        tensors = {stored: self._files.read(stored) for stored in names if stored in self._shapes}
         parts["codes"] = pack_pairs(codes)
         tensors[f"{path}.{self._parts['codes']}"] = self._pack_codes(codes)
         return tensors, self._dequantize(layout, parts)
@@ -237,7 +239,7 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight by row (the column order is a single row), e4m3 as bytes."""
+        """Read one part of a packed weight, with one row per output (one for the column order), and e4m3 as bytes."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
         if 0 in shape:
@@ -248,7 +250,7 @@ class FourBitFiles:
         if part == "codes":
             unordered, name = torch.arange(layout.cols) // layout.group, f"{path}.{self._parts['order']}"
             if name in self._shapes and not (layout.ordered or torch.equal(self._files.read(name).long(), unordered)):
-                raise UserError(f"{self._setting}: {name} is not ascending, but config.json says so; {SAME_MODEL_FIX}")
+                raise UserError(f"{self._setting}: {name} is not ascending, as config.json declares; {SAME_MODEL_FIX}")
             if form.name == "AWQ":
                 return pack_pairs(unpack_codes(raw, AWQ_ORDER).mT)
         elif part == "zeros":

@@ -1,6 +1,6 @@
 """Read checkpoints with weights in FP8 (e4m3).
 
-W = scale q in all formats. They differ in the block of weights per scale, and in the name of the scales of a weight X:
+W = scale q in all formats, which differ in the block of weights per scale and in the name of the scales of a weight X:
 
     fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
@@ -63,7 +63,7 @@ class Fp8Form:
 
     def holds(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in FP8 according to config.json."""
-        return not any(matches_module(each, path) for each in self.excluded)
+        return not any(matches_module(entry, path) for entry in self.excluded)
 
 
 def matches_module(pattern: str, path: str) -> bool:
@@ -79,7 +79,7 @@ def matches_module(pattern: str, path: str) -> bool:
 
 
 def parse_fp8_form(model_config: Any) -> Fp8Form | None:
-    """Return the FP8 format of a checkpoint; None if it is not in FP8, or in an unsupported format."""
+    """Return the FP8 format of a checkpoint; None if the checkpoint is not in FP8, or in an unsupported format."""
     settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
@@ -102,7 +102,7 @@ def parse_fp8_form(model_config: Any) -> Fp8Form | None:
 
 
 def find_quantization_settings(model_config: Any) -> dict[str, Any] | None:
-    """Return `quantization_config` of config.json as a dict, or None."""
+    """Return `quantization_config` of config.json as a dict; None if config.json has none."""
     for part in (model_config, model_config.get_text_config()):
         section = getattr(part, "quantization_config", None)
         if section is not None:
@@ -111,7 +111,7 @@ def find_quantization_settings(model_config: Any) -> dict[str, Any] | None:
 
 
 def _parse_block(block: Any) -> Block | None:
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(size, int) for size in block):
         return None
     return block[0], block[1]
 
@@ -133,7 +133,7 @@ class Fp8Files:
         }
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, FP8 as float32; with `index`, only that entry of its first dimension (length one)."""
+        """Return a tensor, FP8 as float32; with `index`, only that entry of the first dimension, which is kept."""
         if name not in self._scale_names:
             return self._files.read(name, index)
         block = self._stored_block(name)
@@ -145,7 +145,7 @@ class Fp8Files:
 
         Blocks shrink if concatenated parts do not consist of whole blocks of rows.
         """
-        names = [name for each in stored.names.values() for name in each]
+        names = [name for group in stored.names.values() for name in group]
         if not all(name in self._scale_names for name in names):
             return None
         blocks = {self._stored_block(name) for name in names}
@@ -212,12 +212,12 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
     """Return the full-precision shapes by name.
 
-    Raises UserError if scales are missing or do not fit their tensor, or no tensor is in FP8.
+    Raises UserError if scales are missing or do not fit their tensor, or if no tensor is in FP8.
     """
     shapes, types, scales = files.shapes(), files.types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(
-            f"{setting}: config.json says FP8, but no tensor is stored in it; remove quantization_config from "
+            f"{setting}: config.json says FP8, but no tensor is in that format; remove quantization_config from "
             "config.json"
         )
     for name in sorted(name for name, kind in types.items() if kind.startswith("F8") or kind in ("I8", "U8")):
@@ -241,7 +241,7 @@ def _check_grid(
 ) -> None:
     if len(shape) < 2:
         raise UserError(
-            f"{setting}: {name} is stored in FP8, but its shape {shape} is not that of a matrix; use the 16-bit model"
+            f"{setting}: {name} is stored in FP8, but is not a matrix (shape {shape}); use the 16-bit model"
         )
     if _has_row_scales(shape, scale_shape):
         return

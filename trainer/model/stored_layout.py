@@ -1,7 +1,7 @@
 """Map the parameters of a model to stored tensors, and convert the stored tensors.
 
 Checkpoints of MoE models store one tensor per expert, or one for all experts, and their names differ from the model's.
-The mapping of transformers defines which tensors make up a parameter. Its conversions run here on the tensors of one
+The mapping of transformers defines which tensors make up a parameter. Here its conversions run on the tensors of one
 parameter, or of one expert where possible, so that only these are in memory.
 """
 
@@ -25,7 +25,7 @@ class StoredTensors(Protocol):
         """Return the shapes of all tensors."""
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor; with `index`, that slice of its first dimension (kept, of length one)."""
+        """Return a tensor; with `index`, only that entry of the first dimension, which is kept."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Stored:
         return counts == {1} and all(map(_keeps_first_dimension, operations))
 
     def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
-        """Return the parameter's values, or one expert's (the first dimension then has length one)."""
+        """Return the parameter's values, or only one expert's, with a first dimension of length one."""
         assert not self.is_mxfp4, self.target
         if self.converter is None:
             return files.read(self.names[self.target][0], expert)
@@ -121,9 +121,9 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    converters_by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converters_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     model_names, prefix, shape_model = model.state_dict(), model.base_model_prefix, _Shapes(model)
     names: dict[str, dict[str, list[str]]] = {}
     for name in sorted(shapes, key=dot_natural_key):
@@ -139,7 +139,7 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
         converter = next(
             (converters_by_pattern[pattern] for pattern in patterns if pattern in converters_by_pattern), None
         )
-        sources = {pattern: tuple(each) for pattern, each in patterns.items()}
+        sources = {pattern: tuple(stored) for pattern, stored in patterns.items()}
         layout.append(Stored(key, sources, converter, key, shape_model, model.config))
     return layout
 
@@ -158,7 +158,7 @@ def _add_tied(model: Any, layout: dict[str, Stored], base_model: str) -> dict[st
     tied = set(require(model, "all_tied_weights_keys", "transformers"))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(parameters[name]): stored for name, stored in layout.items() if name in parameters}
-    missing = [name for name, each in parameters.items() if id(each) not in by_id and name not in tied]
+    missing = [name for name, value in parameters.items() if id(value) not in by_id and name not in tied]
     if missing:
         raise UserError(
             f"base_model={base_model}: {len(missing)} weights are missing (first: {missing[0]}); "

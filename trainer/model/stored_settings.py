@@ -12,7 +12,7 @@ StoredForm = Fp8Form | FourBitForm
 
 
 def find_stored_form(model_config: Any) -> StoredForm | None:
-    """Return the packed format of the stored linear layers, which loading keeps; None if they are in 16 or 32 bits."""
+    """Return the packed format of the stored linear layers, which loading keeps; None for layers in 16 or 32 bits."""
     form = parse_fp8_form(model_config) or parse_four_bit_form(model_config)
     return None if isinstance(form, str) else form
 
@@ -28,13 +28,13 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     faults = {
         f"quantization.quant_type={kind}: {config.base_model} is already stored in {form.name}; use adapter: lora, "
         f"{fp8_option}or the 16-bit model": config.adapter == "qlora" and not (fp8_option and kind == "fp8"),
-        f"training.qat={config.training.qat}: rounds 16-bit weights, not those of {stored}; use the 16-bit model": (
+        f"training.qat={config.training.qat}: needs 16-bit weights, unlike {stored}; use the 16-bit model": (
             config.training.qat is not None
         ),
         f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set it "
         "to false": config.zero.offload_parameters and not gathers_by_layer(config),
-        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: reads the weights of {stored}; remove it, or "
-        "use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
+        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: cannot read weights of {stored}; remove it "
+        "or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
     }
     for fault, applies in faults.items():
         if applies:

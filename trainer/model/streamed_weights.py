@@ -88,7 +88,7 @@ def load_streamed(
     # PEFT reads this attribute.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
     if quantization is not None and not quantization.eight_bit:
-        model.config.quantization_config = _bnb_config(quantization, dtype)
+        model.config.quantization_config = _build_bnb_config(quantization, dtype)
         model.is_quantized = True
         model.find_quantization_method = "bitsandbytes"
     return model
@@ -131,7 +131,7 @@ class Filler:
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
         self._head = find_output_layer(self.model)
-        # Names of weights that stay in fp32, unquantized, whatever the precision.
+        # Names of weights that stay in fp32, unquantized, at any precision.
         self._fp32_names = find_fp32_names(self.model, torch.float16)
         packed_files = (
             None if self.unpack else self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
@@ -139,7 +139,7 @@ class Filler:
         self._fp8 = packed_files if isinstance(packed_files, Fp8Files) else None
         self._four_bit = packed_files if isinstance(packed_files, FourBitFiles) else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
-        self._filled: dict[int, nn.Parameter] = {}  # by id of the empty parameter, which tied weights share
+        self._filled: dict[int, nn.Parameter] = {}  # by id of the empty parameter; tied weights share it
         self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
@@ -158,7 +158,7 @@ class Filler:
         self.model.eval()
 
     def _fill_module(self, path: str, module: Any) -> nn.Module:
-        """Fill a module's own parameters and buffers; return the module, or the 4- or 8-bit layer that replaces it."""
+        """Fill the module's direct parameters and buffers; return the module, or the packed layer that replaces it."""
         stored = {
             name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
             if _join(path, name) in self.layout
@@ -166,9 +166,9 @@ class Filler:
         is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
         is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
-        weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
+        weight, to_pack = id(getattr(module, "weight", None)), self._plan_packing(module, stored)
         if self._four_bit is not None and is_layer:
-            to_pack = self._group_layouts({"weight": module.weight}, stored, transposed=False)
+            to_pack = self._plan_group_packing({"weight": module.weight}, stored, transposed=False)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if block is not None and name == "weight":
                 continue
@@ -192,8 +192,8 @@ class Filler:
         self._quantized[weight] = layer = _quantize(module, self._to_quantize, self.dtype, tied)
         return layer
 
-    def _layouts_to_pack(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
-        """Return the layouts of the module's expert tensors to pack, by name."""
+    def _plan_packing(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
+        """Return the layouts of the module's expert tensors that are packed, by name."""
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         is_transposed_module = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
@@ -203,7 +203,7 @@ class Filler:
                 for name, each in packed.items()
             }
         if self._four_bit is not None:
-            return self._group_layouts(experts, stored, transposed=is_transposed_module)
+            return self._plan_group_packing(experts, stored, transposed=is_transposed_module)
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
@@ -229,7 +229,7 @@ class Filler:
             for name, cell in cells.items()
         }
 
-    def _group_layouts(
+    def _plan_group_packing(
         self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
     ) -> dict[str, ExpertsLayout]:
         """Return the layouts of weights stored in 4-bit groups; empty if any of them must be dequantized."""
@@ -295,20 +295,20 @@ def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
 
 
 def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Quantize a layer to 8 or 4 bits; `tied` is the quantized layer with which it shares a weight, if any."""
+    """Quantize a layer to 8 or 4 bits; `tied` is the quantized layer that shares its weight, or None."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
         return twin
     if quantization.eight_bit:
-        return FrozenLinear8bit.quantized(linear, quantization.quant_type, dtype)
+        return FrozenLinear8bit.from_linear(linear, quantization.quant_type, dtype)
     return quantize_linear(linear, quantization, compute_dtype=dtype)
 
 
 def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Return one block size per scale for all expert tensors (None: one scale per row); empty to dequantize them."""
+    """Return the block size per scale that all expert tensors share (None: a row); empty to dequantize them."""
     blocks = {name: fp8.block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:
@@ -330,7 +330,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
 
 
 def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """Pack experts one at a time: quantize them, or copy packed ones as stored."""
+    """Pack experts one at a time: quantize 16-bit experts, and copy packed experts as stored."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)
@@ -361,7 +361,7 @@ def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
             packed.put_expert((index or 0) + offset, *parts)
 
 
-def _bnb_config(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
+def _build_bnb_config(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

@@ -41,7 +41,7 @@ IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
 
 @dataclass(frozen=True)
 class Targets:
-    """Full paths of the layers and parameters that get an adapter, and the rank of expert adapters."""
+    """Full paths of the adapted layers and parameters, and the rank of expert adapters."""
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
@@ -55,7 +55,7 @@ class Targets:
 
 
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
-    """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), otherwise None."""
+    """Return all adapted paths; None if PEFT finds them by name (no experts, no regular expressions)."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
@@ -102,15 +102,15 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         matched = {path for path in paths if matches_path(name, path)}
         reachable = {path for path in matched if not (outside_text and re.fullmatch(outside_text, path))}
         if matched and not reachable:
-            advice = "; vision.train: lora adapts the vision tower" if lora.image_parts == "none" else ""
-            problem = "is outside the language model and never sees text"
-            raise UserError(f"lora.target_modules={shown(name)}: {problem}{advice}")
+            fix = "set vision.train: lora" if lora.image_parts == "none" else "remove it"
+            problem = "is outside the language model and receives no text"
+            raise UserError(f"lora.target_modules={shown(name)}: {problem}; {fix}")
         if not matched & linear:
             contained = _summarize_names(
                 path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
             )
             advice = (
-                f"is not a layer, but contains some; use {contained}" if contained else _suggest(name, linear, "layer")
+                f"is not a layer, but has layers; use {contained}" if contained else _suggest(name, linear, "layer")
             )
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if reachable & linear <= set(untrainable):
@@ -133,7 +133,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
                 raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
-        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; remove some")
+        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: excludes all layers; remove some entries")
     if not adapted and lora.target_modules == ALL_LINEAR:
         reasons = "; ".join(dict.fromkeys(untrainable.values())) or "the model has no linear layer"
         raise UserError(f"lora.target_modules={ALL_LINEAR[0]}: no layer can be adapted ({reasons}); use another model")
@@ -145,13 +145,13 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     ]
     if widths and lora.r > max(widths) and not lora.adapter_path:
         raise UserError(
-            f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, and a higher rank adds "
+            f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, so a higher rank adds "
             f"nothing; use {max(widths)} or less (8 to 64 are usual)"
         )
 
 
 def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return PEFT's `exclude_modules`, a pattern that matches the full paths without an adapter, or None."""
+    """Return PEFT's `exclude_modules`, a pattern of the full paths without an adapter; None if nothing is excluded."""
     patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(build_subtree_pattern("experts"))  # experts that are modules
@@ -197,7 +197,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         if module is find_output_layer(base):
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
-            reasons["outside the language model, never sees text"].append(tower)
+            reasons["outside the language model, receives no text"].append(tower)
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
         elif hasattr(base, "usual_targets"):
@@ -236,13 +236,13 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter: all, or audio only with `vision.train: lora`."""
+    """Return the paths of towers and projectors without an adapter: all, or with `vision.train: lora` only audio."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings; a ModuleList's entries are listed."""
+    """Return the paths of the modules that map image features to embeddings, with each entry of a ModuleList."""
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
@@ -255,7 +255,7 @@ def find_projectors(model: Any) -> list[str]:
 
 
 def find_non_text_modules(model: Any) -> list[str]:
-    """Return the paths of vision and audio towers and projectors: modules outside the one that embeds the tokens."""
+    """Return the paths of vision and audio towers and projectors: all modules outside the text model."""
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -271,7 +271,7 @@ def find_non_text_modules(model: Any) -> list[str]:
 
 def _find_custom_linears(model: nn.Module) -> list[str]:
     """Return the paths of nn.Linear subclasses that do not compute x W^T + b, such as routers."""
-    linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
+    linear: list[tuple[str, Any]] = [item for item in model.named_modules() if isinstance(item[1], nn.Linear)]
     return [path for path, module in linear if not is_quantized(module.weight) and not is_linear(module)]
 
 
@@ -293,7 +293,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
 
 
 def _suggest(name: str, paths: set[str], kind: str) -> str:
-    """Return a message for a name that matches nothing, with a similar name and the existing names."""
+    """Return the problem and fix for a name that matches nothing, with a similar name and the existing names."""
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)

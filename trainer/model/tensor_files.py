@@ -17,10 +17,10 @@ WEIGHTS = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
 # First bytes of other formats found in files named *.safetensors.
 OTHER_FORMATS = (
-    (b"version https://git-lfs", "is a git-lfs pointer, not the weights; run `git lfs pull` there"),
+    (b"version https://git-lfs", "is a git-lfs pointer, not the weights; run `git lfs pull` in the repository"),
     (b"GGUF", "is a GGUF file; use the model it was converted from"),
-    (b"PK\x03\x04", "is a pickle file; only safetensors are loaded, convert it first"),
-    (b"\x80\x02", "is a pickle file; only safetensors are loaded, convert it first"),
+    (b"PK\x03\x04", "is a pickle file, but only safetensors are loaded; convert it"),
+    (b"\x80\x02", "is a pickle file, but only safetensors are loaded; convert it"),
     (b"<", "is a web page, not the weights; download it again"),
 )
 
@@ -51,7 +51,7 @@ class SafetensorsFiles:
         return {name: shape for name, (shape, _) in self._headers.items()}
 
     def types(self) -> dict[str, str]:
-        """Return the dtypes of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
+        """Return the dtypes of all tensors in safetensors' notation (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
     def find_file(self, name: str) -> Path:
@@ -59,7 +59,7 @@ class SafetensorsFiles:
         return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor on the CPU; with `index`, that slice of its first dimension (kept, of length one)."""
+        """Return a tensor on the CPU; with `index`, only that entry of the first dimension, which is kept."""
         with safe_open(str(self._files[name]), framework="pt") as handle:
             if index is None:
                 return torch.as_tensor(handle.get_tensor(name))
@@ -92,15 +92,14 @@ def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[P
     if not index.exists():
         others = sorted(file.name for file in folder.glob("*.safetensors"))
         if not others:
-            raise UserError(f"{setting}: no .safetensors file; only safetensors are loaded, convert it first")
-        raise UserError(
-            f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy the missing file from the model"
-        )
+            raise UserError(f"{setting}: has no .safetensors file; convert the weights to safetensors")
+        problem = f"has {others[0]}, but neither {weights} nor {index.name}"
+        raise UserError(f"{setting}: {problem}; copy the missing file from the original model's repository")
     names = _read_index(index, setting)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise UserError(
-            f"{setting}: {missing[0]}, listed in {index.name}, is missing ({len(missing)} of {len(names)} files are "
+            f"{setting}: {missing[0]} is listed in {index.name}, but missing ({len(missing)} of {len(names)} files are "
             "missing); download or copy the model again"
         )
     return [folder / name for name in names]
@@ -129,10 +128,10 @@ def _read_headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], 
 def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
-            begin = handle.read(64)
+            beginning = handle.read(64)
     except OSError:  # a folder, or a file without read permission
-        begin = b""
-    kinds = (kind for first, kind in OTHER_FORMATS if begin.startswith(first))
+        beginning = b""
+    kinds = (kind for first, kind in OTHER_FORMATS if beginning.startswith(first))
     return next(kinds, f"{error.problem}; download or copy it again")
 
 

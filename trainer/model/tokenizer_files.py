@@ -26,23 +26,23 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files from which a tokenizer can be loaded."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of processors of images and videos."""
+"""Files of image and video processors."""
 SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records the source of a tokenizer."""
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files by name: the source files, if they still describe it.
+    """Return the contents of a tokenizer's files by name, unchanged from its source if it was not modified.
 
     `revision` is the revision of its hub repository.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     try:
         sources = _make_portable(_read_source_files(tokenizer.name_or_path, revision))
-        if sources and _describe(_load(sources)) == _describe(tokenizer):
+        if sources and _build_fingerprint(_load(sources)) == _build_fingerprint(tokenizer):
             return sources | processors
     except UserError:
-        pass  # it needs custom code, or more files than TOKENIZER_FILES
+        pass  # the tokenizer needs custom code, or more files than TOKENIZER_FILES
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())
@@ -76,7 +76,7 @@ def _load(files: Mapping[str, bytes]) -> Any:
         return load_tokenizer(folder, ModelSection())
 
 
-def _describe(tokenizer: Any) -> tuple[Any, ...]:
+def _build_fingerprint(tokenizer: Any) -> tuple[Any, ...]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     settings = {name: value for name, value in backend.items() if name not in ("padding", "truncation")}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

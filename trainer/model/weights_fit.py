@@ -1,6 +1,6 @@
 """Check that the stored weights have the names and shapes that config.json implies.
 
-transformers initializes missing weights randomly and only logs a warning. Here its loading code, with its renamings,
+transformers initializes missing weights randomly and only logs a warning. Here its loading code, including renamings,
 fused experts, tied weights and ignored names, runs on meta tensors before any weight is read.
 """
 
@@ -52,8 +52,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
             )
         except RuntimeError:  # per-expert tensors that cannot be merged
             raise UserError(
-                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL_FIX}, or "
-                "download it again"
+                f"{setting}: the stored tensors do not match config.json; {SAME_MODEL_FIX}, or download it again"
             ) from None
     return check_loading_info(setting, model, info)
 
@@ -75,11 +74,11 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
             f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download it again"
         )
     if info["mismatched_keys"]:
-        wrong = sorted(info["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
+        wrong = sorted(info["mismatched_keys"], key=lambda item: _natural_sort_key(item[0]))
         first, shape, expected_shape = wrong[0]
         raise UserError(
             f"{setting}: {len(wrong)} of {expected} weights do not fit config.json (first: {first} has shape "
-            f"{tuple(shape)}, config.json says {tuple(expected_shape)}); take both from the same model"
+            f"{tuple(shape)}, config.json says {tuple(expected_shape)}); {SAME_MODEL_FIX}"
         )
     if extra:
         raise UserError(f"{setting}: config.json describes {extra}, which would not be loaded; {SAME_MODEL_FIX}")
@@ -90,7 +89,7 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
 
 
 def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """Describe surplus stored layers (`2 layers in model.layers, but the files have 1 more`); empty if there are none.
+    """Describe extra stored layers (`2 layers in model.layers, but the files have 1 more`); empty if none exist.
 
     The extra layers of multi-token prediction are allowed.
     """
@@ -111,11 +110,11 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
-    """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
+    """Raise UserError if weights are in 8 bits, because they would be loaded without their scales."""
     if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
-        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL_FIX}")
-    for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
+        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not declare it; {SAME_MODEL_FIX}")
+    for name, kind in sorted(files.types().items(), key=lambda item: _natural_sort_key(item[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
             raise UserError(

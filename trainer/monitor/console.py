@@ -45,7 +45,7 @@ class _Screen:
                 unsent = unsent[os.write(self._fd, unsent) :]
             except OSError:
                 if self._fd == 1:
-                    break  # the log's disk is full as well
+                    break  # the log's disk is also full
                 os.close(self._fd)
                 self._fd, self._terminal = 1, False
         return len(text)
@@ -81,61 +81,61 @@ def open_console(
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
     if screen_fd is None:
-        return _console(_Screen(1, terminal=False), LOG_WIDTH)
+        return _build_console(_Screen(1, terminal=False), LOG_WIDTH)
     is_terminal = os.isatty(screen_fd) if console_path is None else terminal
     if width is None:
         # Query the terminal itself: rich would query descriptors 0 to 2, two of which are now the log.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
-    return _console(_Screen(screen_fd, terminal=is_terminal), width)
+    return _build_console(_Screen(screen_fd, terminal=is_terminal), width)
 
 
 class Output:
-    """Prints the lines of a run on rank 0: all of them to its log, and those that users need to the console.
+    """Prints the messages of a run on rank 0: all of them to its log, and those that users need to the console.
 
-    Until `is_starting` is cleared at the first step, the console shows only warnings and lines passed to `show`, or all
-    lines if `verbose`. A line that begins with `[yellow]` or `warning:` is a warning.
+    Until `is_starting` is cleared at the first step, the console shows only warnings and messages passed to `show`, or
+    all messages if `verbose`. A message that begins with `[yellow]` or `warning:` is a warning.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
-        """Prefix each line with `name`, unless it is empty."""
+        """Prefix each message with `name` if it is not empty."""
         self._name = f"{escape(name)}: " if name else ""
         self.console, self._is_main, self._verbose = console, is_main, verbose
         self.is_starting = self.shows_start = True
         self.warnings: list[str] = []
 
-    def __call__(self, line: Any) -> None:
-        """Print a line of a run."""
-        if isinstance(line, str) and line.startswith("warning:"):
-            line = f"[yellow]warning:[/yellow]{escape(line.removeprefix('warning:'))}"
-        is_warning = isinstance(line, str) and line.startswith("[yellow]")
-        if is_warning and line not in self.warnings:
-            self.warnings.append(line)
-        self._print(line, shown=is_warning or self._verbose or not self.is_starting)
+    def __call__(self, message: Any) -> None:
+        """Print a message of a run."""
+        if isinstance(message, str) and message.startswith("warning:"):
+            message = f"[yellow]warning:[/yellow]{escape(message.removeprefix('warning:'))}"
+        is_warning = isinstance(message, str) and message.startswith("[yellow]")
+        if is_warning and message not in self.warnings:
+            self.warnings.append(message)
+        self._print(message, on_console=is_warning or self._verbose or not self.is_starting)
 
-    def show(self, line: str) -> None:
-        """Print a line even before the first step, unless another adapter of the run has printed its own."""
-        self._print(line, shown=self.shows_start or self._verbose)
+    def show(self, message: str) -> None:
+        """Print a message even before the first step, unless another adapter of the run has printed its own."""
+        self._print(message, on_console=self.shows_start or self._verbose)
 
     def repeat_warnings(self) -> None:
-        """Print the warnings again, since the step lines have scrolled them out of view."""
+        """Print the warnings again, because the lines of later steps have scrolled them out of view."""
         count = len(self.warnings)
         if count:
             self.show(f"{format_count(count, 'warning')} of this run:")
-        for line in self.warnings[:MAX_REPEATED]:
-            self.show(line)
+        for message in self.warnings[:MAX_REPEATED]:
+            self.show(message)
         if count > MAX_REPEATED:
             self.show(f"... and {count - MAX_REPEATED} more, in logs/rank-0.log")
 
-    def _print(self, line: Any, *, shown: bool) -> None:
-        if self._name and isinstance(line, str):
-            line = f"{self._name}{line}"
+    def _print(self, message: Any, *, on_console: bool) -> None:
+        if self._name and isinstance(message, str):
+            message = f"{self._name}{message}"
         screen = self.console.file
         has_log = isinstance(screen, _Screen)
-        if self._is_main and (shown or (has_log and screen.fileno() == 1)):
-            self.console.print(line, soft_wrap=True)
-        # If the terminal is lost, perhaps just now, the console has already written to the log, which is descriptor 1.
+        if self._is_main and (on_console or (has_log and screen.fileno() == 1)):
+            self.console.print(message, soft_wrap=True)
+        # Descriptor 1 is the log. If the terminal was closed, the console has already written the message there.
         if self._is_main and has_log and screen.fileno() != 1:
-            _console(sys.stdout, LOG_WIDTH).print(line, soft_wrap=True)
+            _build_console(sys.stdout, LOG_WIDTH).print(message, soft_wrap=True)
 
 
 def warn(console: Console, message: str) -> None:
@@ -151,7 +151,7 @@ def report_to_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def _console(screen: _Screen | TextIO, width: int) -> Console:
+def _build_console(screen: _Screen | TextIO, width: int) -> Console:
     # Terminals of unknown size report 0 columns.
     return Console(
         file=cast(TextIO, screen),

@@ -23,7 +23,7 @@ BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 
 class Display:
-    """Shows the progress of a run as a bar or lines; `auto` picks one, and `off` shows nothing."""
+    """Shows the progress of a run as a bar or lines; `auto` chooses one of them, and `off` shows nothing."""
 
     def __init__(self, console: Console, mode: str, *, total_steps: int) -> None:
         if mode == "auto":
@@ -47,7 +47,7 @@ class Display:
         is_printed = step in (1, self._total) or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0
         if "train/loss" in values and (self._mode == "lines" or is_printed):
             self._record_time(step)
-            left = [f"{self._time_left():>8} left"] if self._mode == "lines" else []
+            left = [f"{self._format_time_left():>8} left"] if self._mode == "lines" else []
             line = "  ".join([head, *left, *format_step(values, detailed=True)])
             self._print(line.replace(NO_RATE, f"{'0 warmup':>{len(NO_RATE)}}"))
 
@@ -58,15 +58,15 @@ class Display:
         self._refreshed = time.monotonic()
         if self._progress is None:
             self._progress = self._start_bar()
-        head, left = f"{step}/{self._total}", f"{self._time_left()} left"
+        head, left = f"{step}/{self._total}", f"{self._format_time_left()} left"
         # Drop values from the end until the rest fits next to the shortest bar; the bar fills the remaining width.
-        room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
+        available_width = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
         text = ""
         for part in format_step(values, detailed=False):
-            if len(text) + len(part) + 2 > room:
+            if len(text) + len(part) + 2 > available_width:
                 break
             text += f"  {part}"
-        self._bar.bar_width = min(LONGEST_BAR, SHORTEST_BAR + room - len(text))
+        self._bar.bar_width = min(LONGEST_BAR, SHORTEST_BAR + available_width - len(text))
         task = self._progress.task_ids[0]
         self._progress.update(task, completed=step, head=head, text=f"{text}  {left}".strip())
         self._progress.refresh()
@@ -78,7 +78,7 @@ class Display:
         self._mode = "off"
 
     def _start_bar(self) -> Progress:
-        # The loop refreshes, so no thread is needed. sys.stdout stays the log, for output from libraries.
+        # The loop refreshes, so no thread is needed. sys.stdout remains the log, for output from libraries.
         progress = Progress(
             TextColumn("{task.fields[head]}"),
             self._bar,
@@ -98,7 +98,7 @@ class Display:
         if not self._step_times or step != self._step_times[-1][1]:
             self._step_times.append((time.monotonic(), step))
 
-    def _time_left(self) -> str:
+    def _format_time_left(self) -> str:
         """Format the remaining time, estimated from the mean time of the last steps including evaluations."""
         if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return "-:--:--"
@@ -130,7 +130,7 @@ def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
 
 
 def format_evaluation(values: Mapping[str, float]) -> str:
-    """Format a held-out evaluation: loss in nats per token, bits per token, perplexity."""
+    """Format a held-out evaluation: loss in nats per token, bits per token and perplexity."""
     parts = [f"loss {values['eval/loss']:7.4f}"]
     if "eval/bpt" in values:
         parts.append(f"{values['eval/bpt']:.4f} bits/token")

@@ -30,7 +30,7 @@ MAD_TO_STD = 1.4826
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """The results of a step, once they are on the host."""
+    """The results of a step, copied to the host."""
 
     number: int
     loss: float
@@ -50,7 +50,7 @@ class Hook:
         """Called before the micro-batches of a step are fetched."""
 
     def with_batches(self, step: int, batches: Sequence[Any]) -> None:
-        """Called with this rank's micro-batches of a step, and again if the step is repeated with smaller ones."""
+        """Called with this rank's micro-batches of a step; again if the step is repeated with smaller micro-batches."""
 
     def after_launch(self, step: int) -> None:
         """Called when the step has been launched; on a GPU its results are not known yet."""
@@ -143,23 +143,23 @@ class SpikeWatch(Hook):
         """Return whether the loss of a step is a spike; warn at most once in `MIN_HISTORY` steps."""
         is_spike, history = False, self._history.latest_losses
         if len(history) >= MIN_HISTORY:
-            middle = median(history)
-            spread = MAD_TO_STD * median(abs(value - middle) for value in history)
-            is_spike = loss - middle > max(SPIKE_STDS * spread, SPIKE_FRACTION * middle)
+            median_loss = median(history)
+            spread = MAD_TO_STD * median(abs(value - median_loss) for value in history)
+            is_spike = loss - median_loss > max(SPIKE_STDS * spread, SPIKE_FRACTION * median_loss)
             if is_spike:
-                self._warn(step, loss, middle, len(history), grad_norm)
+                self._warn(step, loss, median_loss, len(history), grad_norm)
         if math.isfinite(loss):
             history[:] = [*history[-HISTORY_STEPS + 1 :], loss]
         return is_spike
 
-    def _warn(self, step: int, loss: float, middle: float, count: int, grad_norm: float) -> None:
+    def _warn(self, step: int, loss: float, median_loss: float, count: int, grad_norm: float) -> None:
         if step - self._warned_at < MIN_HISTORY:
             return
         self._warned_at = step
         self._say(
-            f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, where the last {count} had a median of "
-            f"{middle:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` shows "
-            "its data"
+            f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, but the last {count} had a median of "
+            f"{median_loss:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` "
+            "shows its data"
         )
 
 
@@ -168,21 +168,21 @@ class ExpertLoad(Hook):
     """Counts the training tokens of each expert between two calls of `values`, on the device."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
+        self._experts = [module for module in expert_modules(model).values() if not takes_all_tokens(module)]
         self._visits: dict[int, Tensor] = {}
         for layer, experts in enumerate(self._experts):
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
 
     @classmethod
     def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """Return None without experts, or if `compiled`, since hooks would break the graph at every layer."""
+        """Return None if the model has no experts or is `compiled`, because hooks would break the graph."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Recomputed layers are counted twice, which does not change the fractions.
         if not (experts.training and torch.is_grad_enabled()):
             return
-        index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
+        index = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][1]
         visits = self._visits.get(layer)
         if visits is None:
             count = expert_shape(experts, DOWN)[0]
@@ -194,7 +194,7 @@ class ExpertLoad(Hook):
         return self.values() if step.is_logged else {}
 
     def values(self) -> dict[str, float]:
-        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.
+        """Return the token fractions of the busiest and idlest expert and the entropy (1: uniform): means over layers.
 
         A collective call: one all-reduce sums the counts of the ranks.
         """

@@ -1,6 +1,6 @@
 """Write the metrics of a run to metrics.jsonl, trackers and the console, on rank 0.
 
-A full disk does not stop training: a warning names the disk, and records stay in memory until there is space again.
+A full disk does not stop training: a warning names the disk, and records stay in memory until the disk has space again.
 """
 
 import importlib.util
@@ -94,7 +94,7 @@ class Metrics:
         self._gpu_read = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step, and print a line for it if due."""
+        """Record the values of a step, and print a line for the step if it is due."""
         numbers = {key: float(value) for key, value in values.items()}
         if "train/loss" in numbers:
             if time.monotonic() - self._gpu_read > GPU_EVERY_S:
@@ -107,14 +107,14 @@ class Metrics:
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **finite}).encode() + b"\n"
         problem = self._write()
         if problem and not had_unwritten:
-            warn(self._console, f"metrics are kept in memory until the disk has room; training continues: {problem}")
+            warn(self._console, f"metrics are kept in memory until the disk has space; training continues: {problem}")
         elif had_unwritten and not problem:
             self._console.print(f"metrics are written again; {METRICS_FILE} is complete", soft_wrap=True)
         self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
     def _write(self) -> str | None:
-        """Append all unwritten records; if the disk is full, append none and return the problem."""
+        """Append all unwritten records. If the disk is full, append none of them and return the problem."""
         failures: list[str] = []
         with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0
@@ -145,7 +145,7 @@ class Metrics:
 
 
 def read_gpu() -> dict[str, float]:
-    """Return gpu/utilization (percent of time), gpu/power_watts and gpu/memory_gib (of all processes), if known."""
+    """Return gpu/utilization (in % of the time), gpu/power_watts and gpu/memory_gib (of all processes), if known."""
     import torch  # not needed by readers of metrics.jsonl
 
     values: dict[str, float] = {}

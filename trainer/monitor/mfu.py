@@ -59,7 +59,7 @@ class StepFlops:
                 window = getattr(module, "sliding_window", getattr(config, "sliding_window", None)) or None
                 width = int(getattr(config, "num_attention_heads", 0) * module.head_dim)
                 self.attention[window] = self.attention.get(window, 0) + width
-            flops = _linear_flops(name, module, config)
+            flops = _count_linear_flops(name, module, config)
             if module is head:
                 self.per_target += flops
             else:
@@ -84,12 +84,12 @@ class StepFlops:
                 positions = torch.cat([torch.arange(length) for length in batch.cu_seqlens.diff().tolist()])
                 weights, heads = torch.ones_like(positions), 1.0 / batch.sequence.size
             for window, width in self.attention.items():
-                seen = positions if window is None else positions.clamp(max=window - 1)
-                total += 6.0 * width * heads * int(((2 * seen + 1) * weights).sum())
+                max_positions = positions if window is None else positions.clamp(max=window - 1)
+                total += 6.0 * width * heads * int(((2 * max_positions + 1) * weights).sum())
         return total
 
 
-def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
+def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
     """Return the FLOPs per token of a module's own weights, if it is a linear layer or a stack of experts."""
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))

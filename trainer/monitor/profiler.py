@@ -51,7 +51,7 @@ class StepProfiler(Hook):
         if self._profile is None:
             return
         self._range.close()
-        _wait()
+        _synchronize()
         self._profile.stop()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
@@ -63,12 +63,12 @@ class StepProfiler(Hook):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        _wait()
+        _synchronize()
         # Shapes distinguish the matrix products of frozen weights from the adapters'.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from trainer.monitor.report.recorded import flatten
 
 IDENTITY_FILE = "tracker-ids.json"
 """File with the run's id in each service, so that a resumed run continues there."""
-# TensorBoard sorts groups by name, capitals first, so these are shown first, before eval/bpt.
+# TensorBoard sorts groups by name, capital letters first, so these tags come before eval/bpt.
 TOP_TAGS = {"train/loss": "Loss/training", "eval/loss": "Loss/held out"}
 CHARTS = {"Loss": {"training and held out": ["Multiline", ["train/loss", "eval/loss"]]}}
 Write = Callable[[dict[str, Any], int], object]
@@ -32,7 +32,7 @@ class OpenRun:
     """An open run in a service."""
 
     identity: str
-    """The run's id; empty if the service needs none."""
+    """The run's ID; empty if the service needs no ID."""
     log: Write
     """Records values of a step."""
     finish: Callable[[], object]
@@ -45,14 +45,14 @@ class _RunRequest:
     project: str
     name: str
     folder: Path
-    known: str | None
-    """Id of the run in the service, if it is resumed."""
+    resumed_id: str | None
+    """ID of the run in the service, if the run is resumed."""
     settings: dict[str, Any]
     first_step: int
 
     @property
     def identity(self) -> str:
-        return self.known or secrets.token_hex(16)
+        return self.resumed_id or secrets.token_hex(16)
 
 
 class Trackers:
@@ -72,14 +72,14 @@ class Trackers:
         """
         self._say, path = say, run_dir / IDENTITY_FILE
         name = logging.run_name or run_dir.resolve().name
-        shown = {
+        hyperparameters = {
             key: value if isinstance(value, int | float | str) else json.dumps(value)
             for key, value in flatten(settings).items()
         }
         recorded_ids = read_json(path) if path.is_file() else {}
         self._open = {
             service: _OPENERS[service](
-                _RunRequest(logging.project, name, run_dir, recorded_ids.get(service), shown, first_step)
+                _RunRequest(logging.project, name, run_dir, recorded_ids.get(service), hyperparameters, first_step)
             )
             for service in logging.report_to
         }
@@ -111,7 +111,7 @@ class Trackers:
         except Exception as error:  # services and networks raise many types of errors
             del self._open[name]
             problem = escape(f"{type(error).__name__}: {error}")
-            self._say(f"[yellow]warning:[/yellow] {name}: stopped logging: {problem}")
+            self._say(f"[yellow]warning:[/yellow] {name}: logging stopped: {problem}")
 
 
 def _open_wandb(request: _RunRequest) -> OpenRun:
@@ -130,8 +130,8 @@ def _open_wandb(request: _RunRequest) -> OpenRun:
 def _open_mlflow(request: _RunRequest) -> OpenRun:
     mlflow = importlib.import_module("mlflow")
     mlflow.set_experiment(request.project)
-    run = mlflow.start_run(run_id=request.known, run_name=request.name)
-    if request.known is None:  # parameters are immutable
+    run = mlflow.start_run(run_id=request.resumed_id, run_name=request.name)
+    if request.resumed_id is None:  # parameters are immutable
         mlflow.log_params(request.settings)
     return OpenRun(run.info.run_id, mlflow.log_metrics, mlflow.end_run)
 

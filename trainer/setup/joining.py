@@ -11,7 +11,7 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.known_versions import replaces
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import count_steps, step_warnings, steps_line
+from trainer.data.step_count import count_steps, describe_steps, list_step_warnings
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -71,8 +71,8 @@ def define_task(
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
     if (size := original.parallel.sequence) > 1:
         say.show(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
-    warnings = step_warnings(resolved, samples, ranks)
-    say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
+    warnings = list_step_warnings(resolved, samples, ranks)
+    say.show(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
 

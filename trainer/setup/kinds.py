@@ -102,4 +102,4 @@ def refuse_unsupported(run: FinishedRun, use: str) -> None:
     """Raise UserError if the run's task does not support `use`, a command or one of its options."""
     task = find_task_class(run)
     if reason := task.unsupported.get(use):
-        raise UserError(f"{run.folder}: the adapter belongs to {task.title}, and {reason}")
+        raise UserError(f"{run.folder}: is an adapter of {task.title}; {reason}")

@@ -20,7 +20,7 @@ from trainer.config.adapter_settings import SETTINGS_FILE
 from trainer.config.needs import switch_value
 from trainer.data.prepared import Prepared, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
-from trainer.data.step_count import resolve_global_batch, step_warnings
+from trainer.data.step_count import list_step_warnings, resolve_global_batch
 from trainer.model.eight_bit import check_fp8_support
 from trainer.model.integer_weights import check_torchao
 from trainer.model.model_source import build_load_error, check_source
@@ -51,7 +51,7 @@ def prepare(
     _check_adapter_folder(config)
     prepared = find_model_kind(config).prepare(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which need fewer steps.
-    step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
+    list_step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 

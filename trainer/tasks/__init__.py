@@ -1,1 +1,1 @@
-"""Define what differs between kinds of models: language and images."""
+"""The model-specific parts of training: language and image models."""

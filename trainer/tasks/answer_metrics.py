@@ -1,4 +1,4 @@
-"""Metrics that compare generated answers to held-out prompts with the answers in the records."""
+"""Metrics that compare generated answers to held-out prompts with the records' answers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main
 
 Metric = Callable[[str, str, str], float | None]
-"""Function of prompt, answer and expected answer; None if it does not apply to the record."""
+"""Function of prompt, answer and expected answer; returns None if the metric does not apply to the record."""
 PACKAGES = {"json_schema": "jsonschema", "rouge_l": "rouge_score"}
 _XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -42,7 +42,7 @@ class AnswerMetrics:
         self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
-            if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
+            if all(_apply(name, metric, question, question.expected) is None for question in self._questions):
                 raise UserError(f"evaluation.metrics={name}: applies to none of the held-out records; remove it")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
@@ -86,7 +86,7 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
         return None if value is None else float(value)
     except (Exception, SystemExit) as error:  # raised by the user's function
         problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
-        fix = "take prompt, answer and expected, and return a number or None"
+        fix = "the function must take (prompt, answer, expected) and return a number or None"
         raise UserError(f"evaluation.metrics={name}: {problem}; {fix}") from None
 
 

@@ -27,7 +27,7 @@ from trainer.model.image_reader import build_image_inputs, cache_features, train
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record
 from trainer.monitor.mfu import MfuMeter
-from trainer.monitor.report.model_card import model_card
+from trainer.monitor.report.model_card import build_model_card
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
@@ -140,8 +140,8 @@ class LanguageTask(Task):
                 folder = Path(config.dataset.cache_dir).expanduser()
                 samples = self._prepared.data.train
                 self._images = cache_features(self._images, engine.module, samples, folder, device, self._say)
-        for line in describe_separate_documents(engine.module):
-            self._say(line)
+        for message in describe_separate_documents(engine.module):
+            self._say(message)
         if varlen and not self.flat_packs:
             self._say("[yellow]warning:[/yellow] packs use a dense mask, so the memory estimate is too low")
 
@@ -242,7 +242,7 @@ class LanguageTask(Task):
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes tokenizer files built here: other threads must not use the tokenizer."""
+        """Return a function that writes tokenizer files; they are built here, because other threads must not do it."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
@@ -250,14 +250,14 @@ class LanguageTask(Task):
     @classmethod
     def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
         loads = {"auto_class": cls.auto_class, "pipeline_tag": cls.pipeline_tag}
-        return model_card(config.model_dump(mode="json"), run_dir, records, name=name, **loads)
+        return build_model_card(config.model_dump(mode="json"), run_dir, records, name=name, **loads)
 
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         """Raise UserError for data of another task; return warnings."""
         if stats.desirable + stats.undesirable:
             raise UserError(
-                f"task={config.task}: dataset has answers labelled true or false; set task: preference and "
+                f"task={config.task}: dataset has answers labeled true or false; set task: preference and "
                 "preference.loss: kto or, to train on every answer, dataset.format: prompt_completion or messages"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):

@@ -42,7 +42,7 @@ class Scores:
 
 @cache
 def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return lm-eval's tasks and groups with their data. Raises UserError if one cannot be loaded."""
+    """Load lm-eval's tasks and groups with their data. Raises UserError if a task cannot be loaded."""
     check_task_names(names)
     files = [name for name in names if name.endswith(".yaml")]
 
@@ -54,7 +54,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         if name not in files and not manager.match_tasks([name]):
-            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use one that `lm-eval ls tasks` lists")
+            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use a task that `lm-eval ls tasks` lists")
         try:
             absolute = str(Path(name).absolute())
             with _hide_progress(), _use_lm_eval_seeds():
@@ -97,13 +97,13 @@ class TaskScores:
     """Measures the scores of a model, as `lm_eval run --model hf` does."""
 
     def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
-        """Load the tasks. Raises UserError."""
+        """Load the tasks. Raises UserError if a task cannot be loaded."""
         self._loaded = load_tasks(settings.tasks)
         self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
     def measure(self, module: Any, device: torch.device, *, synced: bool = False, errors: bool = False) -> Scores:
-        """Return the scores of a model in evaluation mode, optionally with standard `errors`; a collective call.
+        """Return the scores of a model in evaluation mode, with standard errors if `errors`; a collective call.
 
         With `synced`, all ranks generate until the last one has finished, as ZeRO-3 requires.
         """

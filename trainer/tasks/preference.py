@@ -47,7 +47,7 @@ PAIR_METRICS = (
 TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and its divergence from the
 reference in bits, if each step computes the reference from the input of the head."""
-PAIRS, LABELLED = "pairs of a chosen and a rejected answer", "answers labelled true or false (dataset.fields.label)"
+PAIRS, LABELED = "pairs of a chosen and a rejected answer", "answers labeled true or false (dataset.fields.label)"
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
 
@@ -85,9 +85,9 @@ class PreferenceLoss(TokenLoss):
     """The summed loss of pairs, and their metrics."""
 
     answers = 2
-    """Documents per row that count as answers: mismatched ones do not."""
+    """Documents per row that count as answers; mismatched answers do not."""
     unit = "pairs"
-    """What the columns of `measure_pairs` stand for."""
+    """Meaning of the columns of `measure_pairs`."""
     keeps_adapter = False
     """Whether the cached reference includes the adapter before training."""
 
@@ -172,7 +172,7 @@ class PreferenceLoss(TokenLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labelled answers; a row's second document has a mismatched answer.
+    """KTO (Ethayarajh et al. 2024), summed over labeled answers; a row's second document has a mismatched answer.
 
     The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, at least
     0, without a gradient.
@@ -251,7 +251,7 @@ def _labels(batch: PairBatch) -> torch.Tensor:
 
 
 def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
-    """Return the weight of every target: `beyond` past the length of the pair's shorter answer, else 1."""
+    """Return the weight of every target: `beyond` past the length of the pair's shorter answer, otherwise 1."""
     weights = torch.ones(int(counts.sum()))
     shortest = counts.view(-1, 2).amin(1).repeat_interleave(2)
     for start, count, shared in zip(counts.cumsum(0) - counts, counts, shortest, strict=True):
@@ -275,19 +275,19 @@ def check_answers(
 
 def _check_labels(loss: str, part: DataStats, label: str) -> None:
     """Raise UserError unless `kto` is used if and only if answers have labels, and both labels occur."""
-    labelled = part.desirable + part.undesirable
-    if loss != "kto" and labelled:
+    labeled = part.desirable + part.undesirable
+    if loss != "kto" and labeled:
         raise UserError(
-            f"preference.loss={loss}: {labelled:,} records of {label} are labelled answers, not pairs; use kto"
+            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; use kto"
         )
-    if loss == "kto" and labelled < part.pairs:
+    if loss == "kto" and labeled < part.pairs:
         raise UserError(
-            f"preference.loss=kto: {part.pairs - labelled:,} of {part.pairs:,} records of {label} are pairs, not "
-            f"labelled answers; to use both answers of each pair set {label}.format: unpaired"
+            f"preference.loss=kto: {part.pairs - labeled:,} of {part.pairs:,} records of {label} are pairs, not "
+            f"labeled answers; to use both answers of each pair, set {label}.format: unpaired"
         )
     if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
         only = "true" if part.desirable else "false"
-        raise UserError(f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; add the other label")
+        raise UserError(f"preference.loss=kto: all {labeled:,} labels of {label} are {only}; add the other label")
 
 
 class PreferenceTask(LanguageTask):
@@ -299,7 +299,7 @@ class PreferenceTask(LanguageTask):
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         loss = next(iter(config.preference.loss))
-        check_answers(config, stats, LABELLED if loss == "kto" else PAIRS, partial(_check_labels, loss))
+        check_answers(config, stats, LABELED if loss == "kto" else PAIRS, partial(_check_labels, loss))
         if stats.margins:
             pairs = format_count(stats.margins, "pair")
             return [f"warning: dataset: margins are ignored ({pairs}): only task: reward uses them"]
@@ -357,15 +357,15 @@ class PreferenceTask(LanguageTask):
         config, samples = self._config, self._prepared.data.train
         requested = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and requested else 0.0
-        possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
-        possible = possible and config.parallel.sequence == 1 and self._images is None
+        is_possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
+        is_possible = is_possible and config.parallel.sequence == 1 and self._images is None
         if self._images is not None and requested is True:
             raise UserError("preference.share_prompt=true: not supported for data with images; use auto")
-        if not requested or (requested == "auto" and (saved < WORTH_SHARING or not possible)):
+        if not requested or (requested == "auto" and (saved < WORTH_SHARING or not is_possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
         if reason and requested is True:
-            raise UserError(f"preference.share_prompt=true: in this model {reason}; use auto")
+            raise UserError(f"preference.share_prompt=true: not possible, because {reason}; use auto")
         savings = f", which saves {saved:.1%} of the tokens" if saved else ""
         self._say(f"prompts: computed for each answer, as {reason}" if reason else f"prompts: shared by pairs{savings}")
         return not reason

@@ -28,12 +28,12 @@ class PairScores:
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """The value h of both answers."""
+        """H of the chosen and the rejected answer."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """The value log p / n of both answers."""
+        """Log p / n of the chosen and the rejected answer."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 

@@ -79,8 +79,8 @@ class RewardLoss(TokenLoss):
             return selected.view(1, 1, -1).expand(rows, length, -1)
 
         with replace_head(head, score):
-            picked: Tensor = model(**inputs, use_cache=False).logits
-        return picked[0].float()
+            selected_scores: Tensor = model(**inputs, use_cache=False).logits
+        return selected_scores[0].float()
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages of REWARDS over all pairs since the last call; every rank must call it."""
@@ -113,18 +113,18 @@ class RewardTask(LanguageTask):
     auto_class, pipeline_tag = "AutoModelForSequenceClassification", "text-classification"
     predicts_time = False
     unsupported: ClassVar[Mapping[str, str]] = {
-        "generate": "it scores answers and does not generate any; see the guide on preference training",
-        "serve": "serve is for models that write text; `zerolora merge` writes it for transformers",
-        "eval --tasks": "--tasks are for models that write text; evaluate without it",
-        "merge --scale": "--scale is for models that write text; merge without it",
-        "merge --quantize": "--quantize is for models that write text; merge without it",
+        "generate": "it scores answers, but does not generate them; see docs/guide/preference.md",
+        "serve": "serve is only for models that generate text; `zerolora merge` writes the model for transformers",
+        "eval --tasks": "--tasks is only for models that generate text; evaluate without it",
+        "merge --scale": "--scale is only for models that generate text; merge without it",
+        "merge --quantize": "--quantize is only for models that generate text; merge without it",
     }
 
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         def check_labels(part: DataStats, label: str) -> None:
-            if labelled := part.desirable + part.undesirable:
-                problem = f"{labelled:,} records of {label} are labelled answers, not pairs"
+            if labeled := part.desirable + part.undesirable:
+                problem = f"{labeled:,} records of {label} are labeled answers, not pairs"
                 raise UserError(f"task=reward: {problem}; use task: preference with preference.loss: kto")
 
         check_answers(config, stats, PAIRS, check_labels)

@@ -55,7 +55,7 @@ class StepLoss(Protocol):
 
 
 class Task(Protocol):
-    """The model-specific part of a run, on one rank."""
+    """The model-specific part of a run on one rank."""
 
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
@@ -66,7 +66,7 @@ class Task(Protocol):
     formats: ClassVar[tuple[str, ...]]
     """Formats of `zerolora export`."""
     unsupported: ClassVar[Mapping[str, str]] = {}
-    """Commands that do not support such an adapter, with the reason or an alternative (trainer/setup/kinds.py)."""
+    """Commands that do not support this kind of adapter, with the reason and a fix (trainer/setup/kinds.py)."""
     predicts_time: ClassVar[bool] = False
     """Whether `zerolora estimate` predicts the time of a step."""
     sample_every: int = 0
@@ -113,7 +113,7 @@ class Task(Protocol):
         return {}
 
     def meter(self, model: Any) -> Any:
-        """Return a meter of the model's FLOPs; None if these or the peak of the GPU are unknown."""
+        """Return a meter of the model's FLOPs; None if the FLOPs or the GPU's peak are unknown."""
         return None
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:

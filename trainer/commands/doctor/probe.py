@@ -1,7 +1,7 @@
 """Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
 
 `python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
-`checks` (name, state, found, fix) and `need` (bytes per rank and on disk).
+`checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and on disk).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def check_torch() -> Iterator[Check]:
     if not torch.cuda.is_available():
         has_card = shutil.which("nvidia-smi") is not None
         fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
-        found = f"{built}: sees no GPU" + (" although a driver is installed" if has_card else "")
+        found = f"{built}: finds no GPU" + (" although a driver is installed" if has_card else "")
         yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return
     yield Check("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
@@ -51,18 +51,22 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
         yield Check("operators", "OK", f"built at {library}")
         return
     if (shared := os.environ.get("ZEROLORA_OPS")) and torch.cuda.is_available():
-        found = f"ZEROLORA_OPS={shared}: has no build for this torch, this Python and these GPUs"
+        found = f"ZEROLORA_OPS={shared}: has no build for these versions of torch and Python and these GPUs"
         yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         builder.check()
     except BuildError as error:
-        without = "" if needed == "FAIL" else "; PEFT's own forward is used instead"
+        fallback = "" if needed == "FAIL" else "; PEFT's forward pass is used instead"
         if needed == "OK":
-            yield Check("operators", "OK", f"not used without a GPU{without}")
+            yield Check("operators", "OK", f"not used without a GPU{fallback}")
         else:
-            yield Check("operators", needed, f"{error}{without}", "ops.backend: peft")
+            yield Check("operators", needed, f"{error}{fallback}", "ops.backend: peft")
         return
-    yield Check("operators", "OK", f"compiled at the first start into {cache_folder()}; now: zerolora ops build")
+    yield Check(
+        "operators",
+        "OK",
+        f"will be compiled into {cache_folder()} at the first start; to compile now: zerolora ops build",
+    )
 
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
@@ -77,21 +81,21 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
         check_settings(config)
         kind = find_model_kind(config)
         kind.read_files(config)
-        is_here = kind.has_weights(config)
+        has_weights = kind.has_weights(config)
     except UserError as error:
-        yield Check("run", "FAIL", str(error), "as in the message; `hf download` can get a model on another machine")
+        yield Check("run", "FAIL", str(error), "see the message; `hf download` on another machine can fetch a model")
         return
     yield Check("run", "OK", f"settings, {model} and data are usable")
-    if not is_here:
+    if not has_weights:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
-        found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "downloaded at the start"
+        found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "will be downloaded at the start"
         yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
     """Return estimated bytes of host memory per rank and on disk, or a warning if they cannot be estimated.
 
-    The memory is in addition to the process's own. On a CPU it includes everything that would be on the GPU.
+    The host memory excludes the process itself; on the CPU it includes everything that would be on the GPU.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     from trainer.commands.estimate import build_planner
@@ -100,10 +104,10 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check 
         planner, _ = build_planner(config, ranks)
         if AUTO in (config.zero.stage, config.training.batch_size):
             config = planner.resolve(config, None)
-        found = planner.estimate(config)
+        estimate = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return {}, Check("estimate", "WARN", f"no memory estimate for this model: {error}")
-    return {"host_per_rank": found.host if on_gpu else found.peak, "disk": found.disk}, None
+    return {"host_per_rank": estimate.host if on_gpu else estimate.peak, "disk": estimate.disk}, None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,8 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     if config is not None:
         findings += check_inputs(config)
         if not any(finding.state == "FAIL" for finding in findings):
-            need, without = estimate_need(config, arguments.ranks)
-            findings += [without] if without else []
+            need, warning = estimate_need(config, arguments.ranks)
+            findings += [warning] if warning else []
     print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
     return 0
 

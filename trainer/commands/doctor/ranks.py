@@ -31,14 +31,14 @@ from trainer.parallel.ranks.group import (
     list_groups,
 )
 
-PATIENCE_MINUTES = 2.0
+TIMEOUT_MINUTES = 2.0
 CORRECT_ELEMENTS = 1_000_003
 SIZES = (2**20, 2**24, 2**26)
 """Sizes of the measured all-reduces in bytes; CPUs stop at 16 MiB."""
 REPEATS = 5
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
-# Used without a configuration.
-ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
+# Used if the command gets no configuration.
+PLACEHOLDER_CONFIG = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
 # The bandwidth in GB/s of 1 Gbit Ethernet, the slowest reasonable network for training.
 SLOW_GB_PER_S = 0.1
 
@@ -53,7 +53,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     wrong = torch.tensor([int((values != expected).sum())], device=device)
     dist.all_reduce(wrong)
     backend = dist.get_backend()
-    fix = "NCCL_DEBUG=INFO shows the path taken; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 shows which link is faulty"
+    fix = "NCCL_DEBUG=INFO shows the links used; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 shows which link is faulty"
     if int(wrong):
         found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
         yield Check("all-reduce", "FAIL", found, fix)
@@ -65,7 +65,12 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
-    yield Check(name, "WARN" if slow else "OK", f"bus bandwidth {measured}", "NCCL_SOCKET_IFNAME" if slow else "")
+    yield Check(
+        name,
+        "WARN" if slow else "OK",
+        f"bus bandwidth {measured}",
+        "set NCCL_SOCKET_IFNAME to the fast network interface" if slow else "",
+    )
 
 
 def _bus_gb_per_s(size: int, device: torch.device) -> float:
@@ -96,18 +101,18 @@ def check_clocks() -> Iterator[Check]:
     offsets = {host: moment - times[0][1] for host, moment in times}
     host = max(offsets, key=lambda name: abs(offsets[name]))
     difference = max(offsets.values()) - min(offsets.values())
-    off = f", mostly that of {host}" if difference > CLOCK_WARN_S else ""
-    found = f"the hosts' clocks are {difference:.2f} s apart{off}"
+    most_off = f", mostly because of {host}" if difference > CLOCK_WARN_S else ""
+    found = f"the hosts' clocks are {difference:.2f} s apart{most_off}"
     if len(offsets) == 1:
         found = f"one host, {host}"
     state: Any = "FAIL" if difference > CLOCK_FAIL_S else "WARN" if difference > CLOCK_WARN_S else "OK"
     yield Check("clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)")
 
 
-def check_shared(config: RunConfig, ranks: Ranks) -> Check:
+def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
     """Check that all hosts share the output folder: rank 0 creates a file that the others look for."""
     path = Path(config.output_dir).absolute()
-    folder = next(each for each in (path, *path.parents) if each.exists())
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
     file = folder / f".zerolora-doctor-{gather_objects(secrets.token_hex(8))[0]}"
     error = ""
     if ranks.is_main:
@@ -121,7 +126,7 @@ def check_shared(config: RunConfig, ranks: Ranks) -> Check:
         file.unlink(missing_ok=True)
     hosts_without = sorted({host for host, is_listed, _ in reports if not is_listed})
     if reports[0][2]:
-        return Check("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a folder that can be written to")
+        return Check("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a writable folder")
     if hosts_without:
         fix = "use a folder on a file system that all hosts share, because all ranks write checkpoints"
         return Check("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
@@ -137,12 +142,12 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
     try:
         groups = list_groups("host" if within == "auto" else within, hosts)
     except UserError as error:
-        yield Check(name, "FAIL", str(error), "as in the message")
+        yield Check(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-    found = f"{within}: copies of the base: {len(groups)}, over {sizes} ranks each"
+    found = f"{within}: copies of the base: {len(groups)}, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
-        fix = "zero.shard_within=host, if a host has memory for a copy"
+        fix = "set zero.shard_within=host if a host has memory for a copy"
         yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)
     else:
         yield Check(name, "OK", f"{found}, if a copy fits on a host" if within == "auto" else found)
@@ -157,11 +162,11 @@ def _is_listed(file: Path) -> bool:
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that the code and package versions are the same on all hosts."""
-    wrong = find_differences(reports)
-    for line in wrong:
+    problems = find_differences(reports)
+    for line in problems:
         problem, _, fix = line.rpartition("; ")
         yield Check("versions", "FAIL", problem, fix)
-    if not wrong:
+    if not problems:
         hosts = len({report.host for report in reports})
         where = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
         yield Check("versions", "OK", f"code and packages of {format_count(len(reports), 'rank')}: {where}")
@@ -178,17 +183,20 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(arguments.config, arguments.overrides).config if arguments.config else None
     try:
         ranks = Ranks.from_environment(expected=arguments.world_size)
-        form_process_group(ranks, PATIENCE_MINUTES)
+        form_process_group(ranks, TIMEOUT_MINUTES)
     except UserError as error:
         print(MARK + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
-    reports = gather_objects(build_report(ranks, (config or ANY_RUN).model_dump_json()))
+    reports = gather_objects(build_report(ranks, (config or PLACEHOLDER_CONFIG).model_dump_json()))
     hosts = list(dict.fromkeys(report.host for report in reports))
     findings = [Check("ranks", "OK", f"{format_count(ranks.world_size, 'rank')} on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]
     if config:
-        findings += [check_shared(config, ranks), *check_shard_groups(config, [report.host for report in reports])]
+        findings += [
+            check_output_is_shared(config, ranks),
+            *check_shard_groups(config, [report.host for report in reports]),
+        ]
     findings += check_all_reduce(device)
     if ranks.is_main:
         print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)

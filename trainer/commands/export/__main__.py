@@ -1,6 +1,6 @@
 """`zerolora export RUN --format FORMAT`: export a trained adapter for other programs.
 
-peft, vllm, sglang: the adapter with its tokenizer, in that program's layout. gguf-lora: the adapter as one file
+peft, vllm, sglang: the adapter in that program's layout, with its tokenizer. gguf-lora: the adapter as one file
 for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
 with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
@@ -16,7 +16,7 @@ from trainer.config import CommandParser, UserError, reports_errors
 from trainer.setup.kinds import find_task_class
 
 FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
-"""Formats that are a single file."""
+"""Formats that write a single file, and its suggested name."""
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
@@ -27,7 +27,7 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     task = find_task_class(run)
     if form not in task.formats:
         known = ", ".join(task.formats)
-        raise UserError(f"{run.folder}: the adapter belongs to {task.title}, and has no --format {form}; use {known}")
+        raise UserError(f"--format {form}: {run.folder} is an adapter of {task.title}; use --format {known}")
     return adapter_kind(run).export(run, form, output, dtype=dtype)
 
 
@@ -38,19 +38,22 @@ def main(argv: list[str] | None = None) -> None:
     formats = (*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya")
     parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
     parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
+        "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, otherwise folder (RUN/export-FORMAT)"
     )
     parser.add_argument(
-        "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
+        "--dtype",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="dtype of the weights (auto: the stored base's dtype)",
     )
     options = parser.parse_args(argv)
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMS:
-        raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove it")
+        raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove --dtype")
     if options.dtype == "q8_0" and options.format == "hf":
-        raise UserError(f"--dtype q8_0: is for GGUF files, not for --format {options.format}; remove it")
+        raise UserError("--dtype q8_0: is only for GGUF files; remove it, or use --format gguf")
     needs_base = options.format != "peft"
     run = find_run(options.run, options.base_model, needs_base=needs_base, allow_mismatch=options.allow_mismatch)
     lines = export(run, options.format, output, dtype=options.dtype)

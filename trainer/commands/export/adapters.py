@@ -8,7 +8,7 @@ from typing import Any
 from gguf import GGUFReader, GGUFWriter, Keys, LlamaFileType, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, load_saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
@@ -27,7 +27,7 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
 
     Raises UserError for an adapter that the target program cannot apply.
     """
-    tokenizer = saved_tokenizer(run)  # read before anything is written
+    tokenizer = load_saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
         if form == "gguf-lora":
             count = write_gguf_lora(run, folder / "adapter.gguf")

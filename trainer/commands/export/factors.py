@@ -1,4 +1,4 @@
-"""Read an adapter's factors for each layer and expert, by the layer names of the base's checkpoint.
+"""Read an adapter's factors for each layer and expert, keyed by the layer names in the base's checkpoint.
 
     model.layers.0.self_attn.q_proj             A [R, in], B [out, R], the scale of B A
     model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
@@ -38,7 +38,7 @@ PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj"
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
 PREFIX = "base_model.model."
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers fuse into one, which therefore need adapters of the same form."""
+"""Layers that servers fuse into one; their adapters must have the same shape."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Factors:
 
 
 def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: bool) -> dict[str, Factors]:
-    """Read the adapter in `folder` by the layer names of the base's checkpoint.
+    """Read the adapter in `folder`, keyed by the layer names in the base's checkpoint.
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
     `whole_groups`, unadapted layers next to adapted ones of q, k, v or gate, up get them too. Raises UserError for
@@ -85,7 +85,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 
 
 def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
-    """Return the factors by layer path in the model; `adapted` is a copy of the model that gets the adapter.
+    """Return the factors by layer path in the model; the adapter is loaded into `adapted`, a copy of the model.
 
     The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not fit.
     """
@@ -96,13 +96,13 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
         adapted = load_adapter(adapted, str(folder))
     check_separate_weights(adapted, "export")
     tensors = load_file(folder / "adapter_model.safetensors")
-    in_file = map_saved_names(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    tensors = {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
+    stored_names = map_saved_names(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    tensors = {name: tensors[stored if stored in tensors else name] for name, stored in stored_names.items()}
     experts = expert_modules(model)
     factors: dict[str, Factors] = {}
     for path, layer in adapted.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
-            a, b = (tensors[f"{PREFIX}{path}.lora_{side}.weight"] for side in "AB")
+            a, b = (tensors[f"{PREFIX}{path}.lora_{factor}.weight"] for factor in "AB")
             scale, holder = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
             if holder in experts:
                 pairs = _split_experts(holder, experts[holder], layer.parameter_name, a, b)
@@ -152,7 +152,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
     experts = expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-    if takes_all_tokens(module):  # PEFT's A is on the output side here
+    if takes_all_tokens(module):  # here PEFT's A belongs to the outputs
         a_ERI, b_EOR = b_EOR.mT, a_ERI.mT
     gate = detect_activation(module)
     rows = [b_EOR]
@@ -167,7 +167,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
 
 
 class _StoredNames:
-    """Finds the names of the model's layers in the base checkpoint by transformers' own conversion."""
+    """Finds the names of the model's layers in the base checkpoint with transformers' weight conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers import core_model_loading
@@ -182,7 +182,7 @@ class _StoredNames:
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
-        weight, stored = self._stored(f"{path}.weight")
+        weight, stored = self._find_stored(f"{path}.weight")
         if [value.shape for value in stored.values()] != [weight.shape]:
             raise _unknown_to_servers(f"{path}: this checkpoint stores it as {', '.join(stored)}")
         return next(iter(stored)).removesuffix(".weight")
@@ -192,25 +192,25 @@ class _StoredNames:
             names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
             for name in expert_names(module):
-                for stored in self._stored(f"{holder}.{name}")[1]:
+                for stored in self._find_stored(f"{holder}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
                     if ".experts." not in stored or not is_known:
                         raise _unknown_to_servers(f"{stored}: this checkpoint stores experts under this name")
-                    for each in PARTS[name] if match else ():
+                    for candidate in PARTS[name] if match else ():
                         assert match is not None
-                        if match[2] in STORED_AS[each][: 2 if name == GATE_UP else None]:
-                            names[int(match[1]), each] = stored.removesuffix(".weight")
+                        if match[2] in STORED_AS[candidate][: 2 if name == GATE_UP else None]:
+                            names[int(match[1]), candidate] = stored.removesuffix(".weight")
             self._expert_names[holder] = names
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
-    def _stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter of the model, and the empty tensors as which checkpoints store it."""
+    def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a parameter of the model, and the empty tensors that checkpoints store for it."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
             raise UserError(
-                f"{parameter}: is not in the base; pass the base it was trained on with --base-model"
+                f"{parameter}: is not in the base; pass the base that the adapter was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
         return weight, self._revert(self._model, {parameter: empty})
@@ -218,4 +218,4 @@ class _StoredNames:
 
 def _unknown_to_servers(problem: str) -> UserError:
     fix = "zerolora export --format hf writes the merged model"
-    return UserError(f"{problem}, and no server is known to apply adapters to that; {fix}")
+    return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")

@@ -48,14 +48,16 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
     if name not in ARCHITECTURES:
         raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":
-        return  # an adapter file has no positions
+        return  # adapter files contain no positional encoding
     kind = config.rope_parameters.get("rope_type", "default")
     # llama.cpp reads frequency divisors only for this architecture.
     known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
     if kind not in known:
         raise UserError(f"--format gguf: rotary embedding of type {kind} is not supported for {name}; {fix}")
     if config.hidden_act not in ("silu", "swish"):
-        raise UserError(f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}")
+        raise UserError(
+            f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}; use --format hf"
+        )
 
 
 def max_context_length(config: Any) -> int:
@@ -67,9 +69,9 @@ def max_context_length(config: Any) -> int:
 
 
 def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
-    """Write a saved model and its tokenizer to `output`; return the format (`auto`: the format of the weights).
+    """Write a saved model and its tokenizer to `output`; return the format (for `auto`, the stored weights' format).
 
-    `name` is the model's name in llama.cpp (default: the folder's).
+    `name` is the model's name in llama.cpp (default: the folder's name).
 
     Raises UserError for an unsupported architecture or tokenizer, RuntimeError if the number or shapes of
     tensors differ when read back.
@@ -79,13 +81,13 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     config = AutoConfig.from_pretrained(model_folder)
     check_architecture(config)
     architecture = ARCHITECTURES[config.architectures[0]][0]
-    stored = _stored_tensors(model_folder, config, dtype)
+    stored = _list_stored_tensors(model_folder, config, dtype)
     dtype = stored[0].dtype if dtype == "auto" else dtype
     writer = GGUFWriter(output, MODEL_ARCH_NAMES[architecture])
     writer.add_name(name or model_folder.name)
     _add_settings(writer, config, FORMATS[dtype][1])
     add_vocabulary(writer, AutoTokenizer.from_pretrained(model_folder), rows=config.vocab_size)
-    factors = _frequency_factors(config)
+    factors = _compute_frequency_factors(config)
     # Declare all tensors first, then write them one by one: the full model is never in memory.
     for tensor in stored:
         tensor.declare(writer)
@@ -101,7 +103,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     writer.close()
     written = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
     if any(written.get(tensor.name) != tensor.shape for tensor in stored):
-        problem = f"has {len(written)} tensors instead of {len(stored)}, or other shapes"
+        problem = f"has {len(written)} tensors instead of {len(stored)}, or tensors of other shapes"
         raise RuntimeError(f"{output}: {problem}; check the disk")
     return dtype
 
@@ -121,7 +123,7 @@ class _SavedTensor:
     """Number of heads, if rows must be permuted to llama.cpp's order."""
 
     def declare(self, writer: Any) -> None:
-        """Declare name, shape and size, which precede all data."""
+        """Declare name, shape and size; GGUF stores them before all data."""
         if self.kind in NUMPY_TYPES:
             dtype = numpy.dtype(NUMPY_TYPES[self.kind])
             size = math.prod(self.shape) * dtype.itemsize
@@ -131,7 +133,7 @@ class _SavedTensor:
             writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
 
     def read(self) -> Array:
-        """Return its values in 32 bits."""
+        """Read the values in 32 bits."""
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
         if self.rotated_heads:
@@ -139,7 +141,7 @@ class _SavedTensor:
         return tensor.float().numpy()
 
 
-def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]:
+def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]:
     architecture, rotates = ARCHITECTURES[config.architectures[0]]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads} if rotates else {}
@@ -153,13 +155,13 @@ def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]
                     raise UserError(f"--format gguf: {original} has no name in GGUF; {USE_SCRIPT}")
                 current = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
-                kind = _choose_type(shape, current if dtype == "auto" else dtype)
+                kind = _choose_format(shape, current if dtype == "auto" else dtype)
                 rotated = next((count for mark, count in heads.items() if mark in name), None)
                 stored.append(_SavedTensor(file, original, name, shape, kind, current, rotated))
     return stored
 
 
-def _choose_type(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
+def _choose_format(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
     # Q8_0 has blocks of 32.
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
@@ -193,7 +195,7 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
 
 
-def _frequency_factors(config: Any) -> Array | None:
+def _compute_frequency_factors(config: Any) -> Array | None:
     """Return Llama 3.1's scaling of low frequencies as one divisor per frequency [head/2]; None for other models.
 
     Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor are unchanged, and

@@ -2,8 +2,8 @@
 
 llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
 tokenizer's rules; a tokenizer with unknown rules is refused.
-Two differences remain: llama.cpp does no NFC normalization (Qwen), and for sentencepiece tokenizers it adds a space to
-texts that already begin with one, and after either all special tokens or none.
+Two differences remain: llama.cpp does no NFC normalization (Qwen). For sentencepiece tokenizers it adds a space even to
+texts that begin with one, and it adds a space after either all special tokens or none.
 """
 
 import json
@@ -22,12 +22,12 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p
 SPLIT_NAMES = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
 # The same rule with and without `ignore_merges`, which does not split words that are tokens.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
-USE_SCRIPT = "convert what `zerolora merge` writes with llama.cpp's convert_hf_to_gguf.py"
+USE_SCRIPT = "convert the output of `zerolora merge` with llama.cpp's convert_hf_to_gguf.py"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
-    """Write tokens, merges, special tokens and the chat template; `rows` is the embedding's number of rows.
+    """Write tokens, merges, special tokens and the chat template; `rows` is the number of embedding rows.
 
     Raises UserError for a tokenizer with rules that have no known name in llama.cpp.
     """
@@ -44,7 +44,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_find_split_name(state))
         writer.add_token_merges(merges)
-    tokens, types = _tokens(tokenizer, rows)
+    tokens, types = _list_tokens(tokenizer, rows)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if model.get("byte_fallback"):
@@ -64,7 +64,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     """Write the tokens llama.cpp adds around a text, the end-of-turn token, and the chat template."""
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
-    # Unlike training, llama.cpp would also add the first token to chats that do not begin with it.
+    # Unlike training, llama.cpp would also add the BOS token to chats that do not begin with it.
     chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
@@ -78,7 +78,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
             writer.add_eot_token_id(end)
 
 
-def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
+def _list_tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
     """Return the token text and type of every embedding row; rows without a token become unused tokens."""
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
@@ -99,7 +99,7 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
 
 
 def _render_example_chats(tokenizer: Any) -> list[str]:
-    """Return example prompts formatted by the chat template; empty without a template, or if it refuses them."""
+    """Return example chats rendered with the chat template; empty if the template is missing or refuses them."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
@@ -113,8 +113,11 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a space before texts, preferring the setting that tokenizes chats alike."""
-    normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
+    """Return whether llama.cpp should add a space before texts, preferably the setting that keeps chat tokens equal."""
+    normalizers, splitters = (
+        _list_steps(state["normalizer"], "normalizers"),
+        _list_steps(state["pre_tokenizer"], "pretokenizers"),
+    )
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
         raise UserError(
@@ -152,13 +155,13 @@ def chats_differ(tokenizer: Any) -> bool:
     return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
 
 
-def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
-    return [] if step is None else step.get(several, [step])
+def _list_steps(step: dict[str, Any] | None, list_key: str) -> list[dict[str, Any]]:
+    return [] if step is None else step.get(list_key, [step])
 
 
 def _find_split_name(state: dict[str, Any]) -> str:
-    steps = _steps(state["pre_tokenizer"], "pretokenizers")
-    changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
+    steps = _list_steps(state["pre_tokenizer"], "pretokenizers")
+    changes = [step["type"] for step in _list_steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     kinds = [step["type"] for step in steps]
     whole_words = state["model"].get("ignore_merges", False)
     if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") and not changes:

@@ -54,13 +54,13 @@ class ChatParts:
 def survives_quotes(text: str) -> bool:
     """Return whether Ollama reads this text unchanged between three quotes.
 
-    It drops unprintable characters (such as U+00A0), and three quotes at the end of a line terminate the text.
+    Ollama drops unprintable characters (such as U+00A0), and three quotes at the end of a line terminate the text.
     """
-    return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
+    return all(char.isprintable() or char in "\n\r\t" for char in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
 
 def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> ChatParts | None:
-    """Return the parts of the tokenizer's chat template; None without one, or if it does more than join turns.
+    """Return the parts of the tokenizer's chat template; None if it is missing or does more than join turns.
 
     `variables` is `dataset.chat_template_kwargs`.
     """
@@ -68,16 +68,16 @@ def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None
         return None
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
         try:
-            parts = _derive(partial(_render, tokenizer, variables or {}), roles)
+            parts = _derive_parts(partial(_render, tokenizer, variables or {}), roles)
             prompt = partial(_render, tokenizer, {**(variables or {}), "add_generation_prompt": True})
-            matches = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _test_chats(roles))
+            matches = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _build_test_chats(roles))
             return parts if parts is not None and matches and parts.is_safe() else None
         except (TemplateError, ValueError):
             continue  # some templates refuse system turns
     return None
 
 
-def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
+def _derive_parts(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
     """Derive the text around each turn from the text that adding the turn appends to the rendering."""
     chat: Messages = []
     text, around = "", {}
@@ -94,7 +94,7 @@ def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatPart
     return ChatParts(around, single.removesuffix(turn)) if single.endswith(turn) else None
 
 
-def _test_chats(roles: Sequence[str]) -> list[Messages]:
+def _build_test_chats(roles: Sequence[str]) -> list[Messages]:
     first = [{"role": "user", "content": "One"}]
     more = [*first, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Three"}]
     system = [{"role": "system", "content": "Zero"}]
@@ -102,13 +102,13 @@ def _test_chats(roles: Sequence[str]) -> list[Messages]:
 
 
 def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
-    """Render a chat, without its BOS token if llama.cpp adds that to prompts; in some models it also begins turns."""
+    """Render a chat, without the leading BOS token if llama.cpp adds it."""
     text = str(tokenizer.apply_chat_template(chat, tokenize=False, **variables))
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
 
-def _end_of_turn(tokenizer: Any) -> str | None:
+def _find_end_of_turn_text(tokenizer: Any) -> str | None:
     try:
         token = find_end_of_turn(tokenizer) if tokenizer.chat_template else None
     except (TemplateError, ValueError):
@@ -149,7 +149,9 @@ def build_modelfile(
         lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")
     else:
         lines.append(f'TEMPLATE """{parts.to_go()}"""')
-    after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer) if form is None else None
+    after = (
+        parts.around["assistant"][1].strip() if parts else _find_end_of_turn_text(tokenizer) if form is None else None
+    )
     stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
     if system_prompt and survives_quotes(system_prompt):

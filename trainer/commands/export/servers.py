@@ -3,10 +3,10 @@
 Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
 PEFT's features are translated:
 
-    scale of every layer      lora_alpha / r, into which rsLoRA and patterns are folded (SGLang reads neither)
+    scale of every layer      lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
     experts                   gate, up and down per expert; SGLang uses these names if the checkpoint has w1, w3, w2,
                               and vLLM uses w1, w3, w2 for gpt-oss
-    q, k, v and gate, up      SGLang stacks them: all of a group or none, all with rank r; missing rows are zero
+    q, k, v and gate, up      SGLang stacks them: all of a group or none, all with rank r; missing factors are zero
 """
 
 import json
@@ -47,7 +47,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
-            f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
+            f"to train without them, {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
     rank, scales = max(len(pair.a_RI) for pair in factors.values()), {pair.scale for pair in factors.values()}
     scale = scales.pop() if len(scales) == 1 else 1.0  # different scales are folded into B

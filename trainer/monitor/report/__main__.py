@@ -1,4 +1,4 @@
-"""`zerolora report RUN [RUN ...] [--open]`: write the page of a run, or a page that compares several."""
+"""`zerolora report RUN [RUN ...] [--open]`: write the page of a run, or a page that compares several runs."""
 
 import sys
 import webbrowser
@@ -11,9 +11,9 @@ from trainer.monitor.report.write import write_report
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="zerolora report", description="Write an HTML page of a run, or of several.")
+    parser = CommandParser(prog="zerolora report", description="Write an HTML page of one or more runs.")
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several are compared"
+        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several runs are compared"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"output file for several runs (default: {PAGE})")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
@@ -28,5 +28,5 @@ def _write(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
         return write_page_of_runs(runs, output or Path(PAGE))
     if output is not None:
-        raise UserError(f"--output {output}: needs several runs, the page of one is RUN/report.html; remove it")
+        raise UserError(f"--output {output}: needs several runs; the page of one run is RUN/report.html, so remove it")
     return write_report(runs[0])

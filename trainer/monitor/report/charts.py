@@ -51,12 +51,12 @@ class Chart:
     low: float | None = None
     high: float | None = None
     band: tuple[float, float] | None = None
-    wide: bool = False
+    is_wide: bool = False
     leading: bool = False
     """Whether the page begins with it, as with wide ones."""
 
     @property
-    def logarithmic(self) -> bool:
+    def is_logarithmic(self) -> bool:
         """Whether `low` is 0, and all values are positive and span more than a factor of `SPREAD_FOR_LOG_SCALE`."""
         values = np.concatenate([curve.line.finite().values for curve in self.curves])
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
@@ -73,8 +73,8 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
     labels["kept"] = f"kept: step {int(kept_steps[-1]):,}" if len(kept_steps) else ""
     charts = []
     for row in CHARTS:
-        shown = [_build_curves(records, curve, labels) for curve in row["curves"]]
-        curves = tuple(curve for each in shown for curve in each if len(curve.line))
+        built = [_build_curves(records, curve, labels) for curve in row["curves"]]
+        curves = tuple(curve for curves in built for curve in curves if len(curve.line))
         is_measured = "needs" not in row or len(extract_series(records, row["needs"]))
         if is_measured and any(len(curve.line.finite()) for curve in curves):
             band = None
@@ -110,7 +110,7 @@ def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, 
 
 
 def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
-    """Return the raw values as a pale curve with their running mean, or only the values if there are few."""
+    """Return the raw values as a pale curve and their running mean; only the raw values if there are few."""
     window = choose_window(len(line))
     if window is None:
         return (Curve(line, "line", color, label),)
@@ -124,37 +124,37 @@ def render_chart(chart: Chart) -> str:
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
     low, high = float(values.min()), float(values.max())
-    logarithmic = chart.logarithmic
-    if not logarithmic:
+    is_logarithmic = chart.is_logarithmic
+    if not is_logarithmic:
         bounds = [bound for bound in (chart.low, chart.high, *(chart.band or ())) if bound is not None]
         low, high = min([low, *bounds]), max([high, *bounds])
-    marks = _powers_of_ten(low, high) if logarithmic else _round_marks(low, high)
+    marks = _list_powers_of_ten(low, high) if is_logarithmic else _choose_round_marks(low, high)
     bottom, top = min(low, marks[0]), max(high, marks[-1])
     first, last = float(steps.min()), float(steps.max())
 
-    def across(step: float) -> float:
+    def x_fraction(step: float) -> float:
         return 0.5 if last == first else (step - first) / (last - first)
 
-    def down(value: float) -> float:
-        if logarithmic:
+    def y_fraction(value: float) -> float:
+        if is_logarithmic:
             return 1 - math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.5
         return 1 - (value - bottom) / (top - bottom)
 
     def place(step: float, value: float) -> tuple[str | None, str, float, float]:
         if not math.isfinite(value):
             return None, "", step, value  # a gap
-        return f"{SIDE * across(step):.1f}", f"{SIDE * down(value):.1f}", step, value
+        return f"{SIDE * x_fraction(step):.1f}", f"{SIDE * y_fraction(value):.1f}", step, value
 
-    ticks = [mark for mark in _round_marks(first, last, integral=True) if first <= mark <= last]
+    ticks = [mark for mark in _choose_round_marks(first, last, integral=True) if first <= mark <= last]
     return render_template(
         "chart.html.jinja",
         chart=chart,
         side=SIDE,
-        unit=f"{chart.unit}, by optimizer step" if chart.wide else chart.unit,
-        marks=[(format_number(mark), down(mark)) for mark in marks],
-        steps=[(f"{mark:,.0f}", across(mark)) for mark in ticks],
+        unit=f"{chart.unit}, by optimizer step" if chart.is_wide else chart.unit,
+        marks=[(format_number(mark), y_fraction(mark)) for mark in marks],
+        steps=[(f"{mark:,.0f}", x_fraction(mark)) for mark in ticks],
         # Clip the band: a logarithmic axis has no 0.
-        band=[down(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
+        band=[y_fraction(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
         curves=[(curve, list(map(place, *_thin_out(curve.line)))) for curve in chart.curves],
     )
 
@@ -181,8 +181,8 @@ def _thin_out(line: Series) -> tuple[list[float], list[float]]:
     return line.steps[order].tolist(), line.values[order].tolist()
 
 
-def _round_marks(low: float, high: float, *, integral: bool = False) -> list[float]:
-    """Return round numbers from at or below `low` to at or above `high`."""
+def _choose_round_marks(low: float, high: float, *, integral: bool = False) -> list[float]:
+    """Return evenly spaced round numbers that include or enclose `low` and `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -192,7 +192,7 @@ def _round_marks(low: float, high: float, *, integral: bool = False) -> list[flo
     return [mark * size for mark in range(begin, max(end, begin + 1) + 1)]
 
 
-def _powers_of_ten(low: float, high: float) -> list[float]:
+def _list_powers_of_ten(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [10.0**exponent for exponent in exponents[:: max(1, len(exponents) // TICKS)]]
 

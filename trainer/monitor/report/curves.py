@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from trainer.monitor.metrics import Record
 
 MEANS_PER_RUN = 40
-FEWEST_FOR_MEAN, SHORTEST_MEAN = 12, 5
+MIN_RECORDS_FOR_MEAN, MIN_WINDOW = 12, 5
 SPREAD_FOR_LOG_SCALE = 50.0
 Values = NDArray[np.float64]
 
@@ -113,7 +113,7 @@ def running_mean(values: Values, window: int) -> Values:
 
 def choose_window(count: int) -> int | None:
     """Return the odd window of the running mean for `count` records; None if there are too few."""
-    return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
+    return max(count // MEANS_PER_RUN, MIN_WINDOW) | 1 if count >= MIN_RECORDS_FOR_MEAN else None
 
 
 def format_held_out_label(records: list[Record]) -> str:

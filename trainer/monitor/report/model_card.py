@@ -45,29 +45,29 @@ def is_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
-def python_path(name: str, *, uploaded: bool = False) -> str:
+def python_path(name: str, *, is_uploaded: bool = False) -> str:
     """Return the Python expression that passes a model or adapter to `from_pretrained`.
 
-    Paths below the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
+    Paths in the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
     replaced by a placeholder.
     """
     if is_on_hub(public_name(name)):
         return f'"{public_name(name)}"'
     path = Path(name).expanduser().resolve()
-    if not uploaded and path.is_relative_to(Path.cwd()):
+    if not is_uploaded and path.is_relative_to(Path.cwd()):
         return f'"./{path.relative_to(Path.cwd())}"'
-    if not uploaded and path.is_relative_to(Path.home()):
+    if not is_uploaded and path.is_relative_to(Path.home()):
         return f'os.path.expanduser("~/{path.relative_to(Path.home())}")'
     return f'"path/to/{path.name}"'
 
 
-def model_card(
+def build_model_card(
     settings: dict[str, Any], run_dir: Path, records: list[Record], *, name: str, auto_class: str, pipeline_tag: str
 ) -> str:
     """Build the text of the card: base model, data, training settings, results, and how to load the adapter.
 
     `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
-    its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its kind on the hub.
+    its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its task on the hub.
     """
     base, data = public_name(settings["base_model"]), settings["dataset"]
     groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
@@ -78,10 +78,10 @@ def model_card(
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
-    uploaded = not Path(name).is_absolute()
+    is_uploaded = not Path(name).is_absolute()
     return render_template(
         "card.md.jinja",
-        front=_front_matter(settings["adapter"], base, sources, pipeline_tag),
+        front=_build_front_matter(settings["adapter"], base, sources, pipeline_tag),
         ours=MARKER,
         title=name.rpartition("/")[2],
         kind="QLoRA" if settings["adapter"] == "qlora" else "LoRA",
@@ -91,8 +91,8 @@ def model_card(
         config=settings,
         has_score=auto_class.endswith("SequenceClassification"),
         auto=auto_class,
-        adapter=f'"{name}"' if uploaded else python_path(name),
-        base_path=python_path(settings["base_model"], uploaded=uploaded),
+        adapter=f'"{name}"' if is_uploaded else python_path(name),
+        base_path=python_path(settings["base_model"], is_uploaded=is_uploaded),
         tables=[
             ("Training", [*about, *groups.get("Training", []), ("seed", str(settings["seed"]))]),
             ("Results", groups.get("Results", [])),
@@ -113,7 +113,7 @@ def _draw_scores(records: list[Record]) -> list[str]:
     return lines
 
 
-def _front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:
+def _build_front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": pipeline_tag}
     # The hub rejects a card with a local base model.
     if is_on_hub(base):

@@ -110,18 +110,18 @@ def _read(path: Path, shape: Any) -> Any:
     except FileNotFoundError:
         return None  # a report needs only the metrics
     except UnreadableFile as error:
-        raise UserError(f"{path}: {error.problem}; restore the original file, or delete it") from None
+        raise UserError(f"{path}: {error.problem}; restore the original file, or remove it") from None
 
 
 # They do not change the result, and several adapters in one run have no progress of their own.
 NOT_SHOWN = ("dataset.cache_dir", "logging.progress")
 
 
-def changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
+def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
     """Return (name, value, default) of the changed settings, and all non-null settings as YAML."""
     if not config:
         return [], ""
-    values, defaults = flatten(config), _defaults(config)
+    values, defaults = flatten(config), _collect_defaults(config)
     changed = [
         (name, format_value(_prepare_for_display(value)), format_value(defaults.get(name, "required")))
         for name, value in values.items()
@@ -160,7 +160,7 @@ def _prepare_for_display(value: Any) -> Any:
     return hub_name(value) if isinstance(value, str) else value
 
 
-def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     # The SCU's law and measure determine some other defaults.
     scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
     data = {"path": "x"} | ({"evaluation": {"path": "x"}} if config.get("dataset", {}).get("evaluation") else {})

@@ -47,19 +47,19 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (prompt, [(when, `data:` URL)]) of the sample images, omitting unreadable files.
 
-    If there are too many, each prompt shows its first and last image, and evenly spaced ones in between.
+    If there are too many, each prompt shows its first and last image, and evenly spaced images between them.
     """
     rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
     limit = MAX_SHOWN // max(1, len(rows))
-    shown = []
+    embedded = []
     for prompt, files in rows:
         chosen = (
             [files[number * (len(files) - 1) // (limit - 1)] for number in range(limit)]
             if len(files) > limit
             else files
         )
-        shown.append((prompt, [(_when(file), address) for file in chosen if (address := _embed(file))]))
-    return [(prompt, row) for prompt, row in shown if row]
+        embedded.append((prompt, [(_parse_when(file), address) for file in chosen if (address := _embed(file))]))
+    return [(prompt, row) for prompt, row in embedded if row]
 
 
 def _embed(file: Path) -> str | None:
@@ -76,11 +76,11 @@ def _embed(file: Path) -> str | None:
     return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def _when(file: Path) -> str:
+def _parse_when(file: Path) -> str:
     return file.stem.partition("-")[2]
 
 
 def _sort_key(file: Path) -> tuple[int, int]:
-    if step := re.fullmatch(r"step-([0-9]{1,18})", _when(file)):
+    if step := re.fullmatch(r"step-([0-9]{1,18})", _parse_when(file)):
         return 1, int(step[1])
-    return (0, 0) if _when(file) == "before" else (2, 0)
+    return (0, 0) if _parse_when(file) == "before" else (2, 0)

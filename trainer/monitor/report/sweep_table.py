@@ -25,7 +25,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a sweep, ranked by `loss` (of `step`), which is None without a result."""
+    """A run of a sweep, ranked by its `loss` at `step`, which is None if the run has no result."""
 
     folder: Path
     held_out: Series
@@ -73,7 +73,7 @@ def show(console: Console, runs: list[Outcome]) -> None:
 
 
 def write_page(runs: list[Outcome], page: Path) -> str:
-    """Write the curves of the best runs to a page; return a line with its path."""
+    """Write the curves of the best runs to a page; return a message with its path."""
     successful = [run for run in runs if run.loss is not None]
     write_page_of_runs([run.folder for run in successful[:MAX_RUNS]], page)
     return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(successful)} runs)" if len(successful) > MAX_RUNS else "")

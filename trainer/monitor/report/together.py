@@ -37,22 +37,22 @@ class RunData:
 def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
-        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer")
+        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer runs")
     runs = [_read(folder, name) for folder, name in zip(folders, _unique_names(folders), strict=True)]
     check_output_file(page, str(page))
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
-        raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
+        raise UserError(f"--output {page}: already exists with other content; use another file, or remove this one")
     runs.sort(key=_sort_key)
     text = render_template(
         TEMPLATE,
         title=f"{len(runs)} runs",
         subtitle=" · ".join(run.name for run in runs),
         result_heads=HEADS,
-        results=[_outcome(run) for run in runs],
+        results=[_build_result_row(run) for run in runs],
         figures=[render_chart(chart) for chart in overlay_charts(runs)],
-        answers=_answers(runs),
+        answers=_collect_answers(runs),
         setting_heads=("setting", *(run.name for run in runs)),
-        differences=_differences(runs),
+        differences=_list_differences(runs),
     )
     write_whole(page, text)
     return page
@@ -61,10 +61,10 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
 def _sort_key(run: RunData) -> tuple[bool, float]:
     """Return the sort key of a run: held-out loss after training; runs without it come last, by training loss."""
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
-    return held_out is None, held_out.after if held_out else _last_tenth(losses) if losses else math.inf
+    return held_out is None, held_out.after if held_out else _mean_of_last_tenth(losses) if losses else math.inf
 
 
-def _last_tenth(losses: list[float]) -> float:
+def _mean_of_last_tenth(losses: list[float]) -> float:
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)
 
@@ -72,7 +72,7 @@ def _last_tenth(losses: list[float]) -> float:
 def _read(folder: Path, name: str) -> RunData:
     records = read_metrics(folder)
     if not records:
-        raise UserError(f"{folder}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
+        raise UserError(f"{folder}: metrics.jsonl is empty, because no step has finished yet; wait for the first step")
     return RunData(name, records, read_settings(folder), read_answers(folder / ANSWERS))
 
 
@@ -80,7 +80,7 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
     """Name folders by their paths relative to the common parent."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
-        raise UserError("zerolora report: the same run is listed twice; list each once")
+        raise UserError("zerolora report: a run is listed twice; list each run once")
     parent = os.path.commonpath([folder.parent for folder in resolved])
     return [str(folder.relative_to(parent)) for folder in resolved]
 
@@ -90,20 +90,18 @@ def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
     overlays: dict[str, Chart] = {}
     for index, run in enumerate(runs):
         for chart in build_charts(run.records):
-            shown = [curve for curve in chart.curves if curve.kind != "pale"]
-            labels = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
-            curves = [
-                replace(curve, color=f"run{index}", label=name) for curve, name in zip(shown, labels, strict=True)
-            ]
+            kept = [curve for curve in chart.curves if curve.kind != "pale"]
+            labels = [run.name if curve.kind == "line" and chart.is_wide else "" for curve in kept]
+            curves = [replace(curve, color=f"run{index}", label=name) for curve, name in zip(kept, labels, strict=True)]
             before = overlays.get(chart.title, replace(chart, curves=()))
             unit = chart.unit if chart.unit == before.unit else "in each run's unit"
             overlays[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
     return [
-        replace(chart, unit=f"{chart.unit}, held out dashed") if chart.wide else chart for chart in overlays.values()
+        replace(chart, unit=f"{chart.unit}, held out dashed") if chart.is_wide else chart for chart in overlays.values()
     ]
 
 
-def _outcome(run: RunData) -> list[str]:
+def _build_result_row(run: RunData) -> list[str]:
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
     rate, unit = median_rate(run.records), find_unit(run.records)
     memory = metric_values(run.records, "memory/peak_gib")
@@ -112,14 +110,14 @@ def _outcome(run: RunData) -> list[str]:
         f"{max(record['step'] or 0 for record in run.records):,.0f}",
         f"{held_out.before:.4f} → {held_out.after:.4f}" if held_out else "",
         f"{held_out.lowest:.4f}" if held_out else "",
-        f"{_last_tenth(losses):.4f}" if losses else "",
+        f"{_mean_of_last_tenth(losses):.4f}" if losses else "",
         f"{rate:,.{unit.digits}f} {unit.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
         str(timedelta(seconds=round(training_seconds(run.records)))),
     ]
 
 
-def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+def _list_differences(runs: Sequence[RunData]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
     names = list(dict.fromkeys(name for values_by_name in settings for name in values_by_name))
     rows = []
@@ -130,7 +128,7 @@ def _differences(runs: Sequence[RunData]) -> list[list[str]]:
     return rows
 
 
-def _answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
+def _collect_answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
     """Return each run's answers after training, and the base's answers if they are the same in all runs."""
     answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):

@@ -23,8 +23,8 @@ from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import build_charts, render_chart, render_template
 from trainer.monitor.report.curves import HeldOut, extract_scores, extract_series, find_unit
 from trainer.monitor.report.recorded import (
-    changed_settings,
     hub_name,
+    list_changed_settings,
     read_answers,
     read_examples,
     read_run,
@@ -52,13 +52,13 @@ def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` and return its path. Raises UserError if the run has no metrics."""
     records = read_metrics(run_dir)
     if not records:
-        raise UserError(f"{run_dir}: metrics.jsonl is empty, no step has finished yet; wait for the first one")
+        raise UserError(f"{run_dir}: metrics.jsonl is empty, because no step has finished yet; wait for the first step")
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = read_settings(run_dir), read_run(run_dir)
     scu = config.get("scu", {})
-    # Other laws have a deadband that is a ratio, too narrow to be visible.
+    # The deadband of other laws is a ratio, and too narrow to be visible.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
-    shown = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
+    charts = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
     tables = build_summary_tables(records, config, run)
     restarts = [
         (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
@@ -66,22 +66,22 @@ def write_report(run_dir: Path) -> Path:
     ]
     tables.append(("Restarts", restarts))
     tables.append(("Next", suggest_commands(str(run_dir), config) if config else []))
-    changed, settings = changed_settings(config)
+    changed, settings = list_changed_settings(config)
     page = render_template(
         TEMPLATE,
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
-        subtitle=_subtitle(config, run),
+        subtitle=_format_subtitle(config, run),
         tiles=build_tiles(records, run),
-        figures=[render_chart(chart) for chart in shown if chart.wide or chart.leading],
-        answers=_answers(run_dir),
+        figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.leading],
+        answers=_read_shown_answers(run_dir),
         pictures=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[render_chart(chart) for chart in shown if not (chart.wide or chart.leading)],
+        details=[render_chart(chart) for chart in charts if not (chart.is_wide or chart.leading)],
         tables=[(title, rows) for title, rows in tables if rows],
-        times=_long_phases(read_times(run_dir)),
+        times=_combine_short_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
     )
     write_whole(run_dir / PAGE, page)
@@ -107,18 +107,18 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
 def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """Return lines with the change in held-out loss, the output paths, and commands to run next."""
+    """Return messages with the change in held-out loss, the output paths, and the commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-    lines.append(_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
+    lines.append(_format_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
     if report is not None:
-        lines.append(_row("report", str(report)))
+        lines.append(_format_row("report", str(report)))
     commands = suggest_commands(str(run_dir), settings)
-    return lines + [_row(name, command) for name, command in commands]
+    return lines + [_format_row(name, command) for name, command in commands]
 
 
-def _row(name: str, value: str) -> str:
+def _format_row(name: str, value: str) -> str:
     return f"{name:<12} {escape(value)}"
 
 
@@ -129,18 +129,18 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     write_json(path, answers | {prompt: answers.get(prompt, {}) | {when: answer}})
 
 
-def _answers(run_dir: Path) -> dict[str, dict[str, str]]:
+def _read_shown_answers(run_dir: Path) -> dict[str, dict[str, str]]:
     answers = read_answers(run_dir / ANSWERS).items()
     return {prompt: {when: texts[when] for when in WHEN} for prompt, texts in answers if set(WHEN) <= set(texts)}
 
 
-def _long_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
+def _combine_short_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
     total = sum(times.values()) or 1.0
     phases = sorted(times.items(), key=lambda item: -item[1])
     short = [seconds for _, seconds in phases if seconds < SHORT_PHASE * total]
-    shown = [*phases[: len(phases) - len(short)], *([("others", sum(short))] if short else [])]
-    return [(name, seconds, seconds / total) for name, seconds in shown]
+    combined = [*phases[: len(phases) - len(short)], *([("others", sum(short))] if short else [])]
+    return [(name, seconds, seconds / total) for name, seconds in combined]
 
 
 def metric_values(records: list[Record], name: str) -> list[float]:
@@ -165,8 +165,8 @@ def training_seconds(records: list[Record]) -> float:
 
 
 def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (label, value, note) for the most important numbers: losses, throughput, memory, time."""
-    shown = []
+    """Return (label, value, note) for the most important numbers: losses, throughput, memory and time."""
+    tiles = []
     held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # A single batch's loss depends more on its text than on training.
@@ -178,18 +178,18 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     )
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
-            shown.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
+            tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _format_change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
         note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
+        tiles.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
     memory = metric_values(records, "memory/peak_gib")
     if memory:
-        shown.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
+        tiles.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(("time", str(timedelta(seconds=round(training_seconds(records)))), format_count(round(steps), "step")))
-    return shown
+    tiles.append(("time", str(timedelta(seconds=round(training_seconds(records)))), format_count(round(steps), "step")))
+    return tiles
 
 
 def build_summary_tables(
@@ -207,32 +207,32 @@ def build_summary_tables(
         "skipped": [name for name in names if name.startswith("data/skipped/")],
         "of": partial(metric_values, records),
         "hub_name": hub_name,
-        "data_names": _data_names,
+        "data_names": _format_data_names,
         "quote": shlex.join,
         "LN_2": math.log(2),
     }
     recorded = {"Model and data": config, "Ran on": run}
     tables = []
     for title, templates in SUMMARY.items():
-        shown = templates.items() if recorded.get(title, True) else ()
-        rows = [(Template(name).render(context), Template(text).render(context)) for name, text in shown]
+        present = templates.items() if recorded.get(title, True) else ()
+        rows = [(Template(name).render(context), Template(text).render(context)) for name, text in present]
         if title == "Results":
             scores = extract_scores(records).items()
-            rows += [(name, f"before {base:.4f}, after {each.values[-1]:.4f}") for name, (base, each) in scores]
+            rows += [(name, f"before {base:.4f}, after {series.values[-1]:.4f}") for name, (base, series) in scores]
         tables.append((title, [row for row in rows if row[1]]))
     return [(title, rows) for title, rows in tables if rows]
 
 
-def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+def _format_subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     words = []
     if config:
-        words.append(f"{hub_name(config['base_model'])} on {_data_names(config['dataset'])}")
+        words.append(f"{hub_name(config['base_model'])} on {_format_data_names(config['dataset'])}")
     if run:
         words.append(f"started {run['started'][:16].replace('T', ' ')}")
     return " · ".join(words)
 
 
-def _data_names(data: Mapping[str, Any]) -> str:
+def _format_data_names(data: Mapping[str, Any]) -> str:
     return ", ".join(hub_name(str(source["path"])) for source in data["mix"] or [data])
 
 
@@ -242,5 +242,5 @@ def median_rate(records: list[Record]) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _change(before: float, after: float) -> str:
+def _format_change(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001

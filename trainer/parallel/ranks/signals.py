@@ -23,7 +23,7 @@ class StopRequest:
         self._process = os.getpid()
         self.training = False
         self.saved = False
-        self.note_end: Callable[[int], None] = lambda exit_code: None
+        self.write_exit_code: Callable[[int], None] = lambda exit_code: None
         """Called with the exit code before the process ends immediately."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
@@ -63,6 +63,6 @@ class StopRequest:
             self.signal_number = number
         if is_repeated or not self.training:
             try:
-                self.note_end(self.exit_code)
+                self.write_exit_code(self.exit_code)
             finally:
                 os._exit(self.exit_code)

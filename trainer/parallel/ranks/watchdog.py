@@ -103,7 +103,7 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = HeartbeatFolder(logs, ranks.rank, ranks.world_size)
-        self.note_end = self._folder.note_end
+        self.write_exit_code = self._folder.write_exit_code
         """Rewrites the latest heartbeat with the exit code; safe in a signal handler."""
         self.all_write = False
         """Whether every rank writes heartbeats from its start: a rank without a heartbeat has not started."""
@@ -144,13 +144,13 @@ class Watchdog:
     def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
             self._folder.publish(self._build_heartbeat())  # the launcher forwards signals to the process named here
-        self._folder.note_step(step, first)
+        self._folder.write_step(step, first)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
             beat = self._build_heartbeat()
             self._folder.publish(beat)
-            verdict = self._folder.verdict() if self._timeout_s else None
+            verdict = self._folder.read_verdict() if self._timeout_s else None
             if verdict is not None:
                 # Reached also by a rank that was stopped and continues after the others have ended.
                 self._exit(verdict, first=False)
@@ -217,7 +217,7 @@ class Watchdog:
                 fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
                 beats, silent = beats | fallen, silent | set(fallen)
             verdict = describe_hang(beats, silent)
-            self._exit(verdict, first=self._folder.decide(verdict))
+            self._exit(verdict, first=self._folder.write_verdict(verdict))
 
     def _exit(self, verdict: Hang, *, first: bool) -> None:
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)

@@ -45,7 +45,7 @@ class ImageBatch:
     tokens: int
     """Number of images."""
     target_count: int
-    """Number of images by which the loss is divided; excludes class images."""
+    """Number of images by which the loss is divided, without class images."""
 
     @property
     def target_weight(self) -> float:
@@ -100,7 +100,7 @@ class ImageBatches(GlobalBatches):
         batches = []
         for part in self.parts():
             passes = self._count_passes(selected, positions, part.start - self.rank * self.batch_size)
-            batches.append(self._batch(epoch, selected[part], positions[part], passes))
+            batches.append(self._build_batch(epoch, selected[part], positions[part], passes))
         return batches, len(selected)
 
     def _count_passes(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
@@ -122,23 +122,27 @@ class ImageBatches(GlobalBatches):
             self._order = epoch, size, order
         return self._order[2]
 
-    def _batch(self, epoch: int, indices: NDArray[np.int64], positions: NDArray[np.int64], passes: int) -> ImageBatch:
+    def _build_batch(
+        self, epoch: int, indices: NDArray[np.int64], positions: NDArray[np.int64], passes: int
+    ) -> ImageBatch:
         rows = [
-            self._row(self.samples, int(index), epoch, int(position), _TRAINING, 1.0)
+            self._build_row(self.samples, int(index), epoch, int(position), _TRAINING, 1.0)
             for index, position in zip(indices, positions, strict=True)
         ]
         count = len(rows)
         if self.prior is not None:
             weight = self._image.prior_weight
             rows += [
-                self._row(self.prior, int(position) % len(self.prior), epoch, int(position), _PRIOR, weight)
+                self._build_row(self.prior, int(position) % len(self.prior), epoch, int(position), _PRIOR, weight)
                 for position in positions
             ]
         if not rows:  # every rank runs the same number of micro-steps
-            rows = [self._row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
+            rows = [self._build_row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
         return collate(rows, count, passes)
 
-    def _row(self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float) -> _Row:
+    def _build_row(
+        self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float
+    ) -> _Row:
         image, entry = self._image, samples[index]
         generator = seeded_generator(self._seed, epoch, position, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
@@ -150,7 +154,9 @@ class ImageBatches(GlobalBatches):
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
-def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
+def iterate_evaluation_images(
+    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
+) -> Iterator[ImageBatch]:
     """Yield the held-out images with fixed times and noise; every rank has the same number of batches."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
@@ -158,11 +164,13 @@ def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world
         parts = [range(first, min(first + batch_size, count)) for first in firsts]
         entries = [[samples[at // EVALUATION_TIMES] for at in part] for part in parts]
         passes = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
-        rows = [_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [_evaluation_row(samples, 0, 0.0)]
+        rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [
+            _build_evaluation_row(samples, 0, 0.0)
+        ]
         yield collate(rows, len(parts[rank]), passes)
 
 
-def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
+def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
     index, time = divmod(at, EVALUATION_TIMES)
     entry = samples[index]
     mean, _ = samples.store.latents(entry.number, flipped=False)
@@ -171,7 +179,7 @@ def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
-    """Return a generator seeded with the numbers."""
+    """Return a generator that is seeded with the numbers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
 
@@ -186,7 +194,7 @@ def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, s
 def group_by_size(
     order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Reorder images so that runs of `together` images have one size; the remaining images come last."""
+    """Reorder images so that every `together` consecutive images have one size; the remaining images come last."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
@@ -222,7 +230,7 @@ def _stack(rows: Sequence[_Row]) -> Group:
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),
         torch.tensor([row.time for row in rows], dtype=torch.float64),
-        {name: torch.stack([each[name] for each in conditions]) for name in conditions[0]},
+        {name: torch.stack([condition[name] for condition in conditions]) for name in conditions[0]},
         torch.tensor([row.weight for row in rows]),
     )
 

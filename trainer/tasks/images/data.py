@@ -61,7 +61,7 @@ class Entry:
     """An image in the cache."""
 
     name: str
-    """Its origin, for messages."""
+    """The image's origin, for messages."""
     number: int
     caption: int
     width: int
@@ -149,26 +149,26 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
 
     Several processes may call this at once; one of them encodes. Raises UserError for invalid data.
     """
-    plan = _plan(config)
+    plan = _build_plan(config)
     content = digest_json([[image.digest, image.caption] for image in plan.images])
     identity = {
         "format": CACHE_FORMAT,
         "content": content,
         "captions": plan.captions,
-        "fits": [[each.width, each.height] for each in plan.fits],
+        "fits": [[fit.width, fit.height] for fit in plan.fits],
         "flip": config.image.flip,
         "encoders": pipeline.encoders_digest,
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{digest_json(identity)}"
     build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
     store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
-    entries = [_entry(number, plan) for number in range(len(plan.images))]
+    entries = [_build_entry(number, plan) for number in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
     held_out, prior = parts["evaluation"], parts["prior"]
     cut = find_truncated_captions(pipeline, [image.caption for image in plan.images])
-    warnings = [*plan.skipped, *_warnings(plan), *cut]
-    notes = (*filter(None, [note]), *(f"warning: {line}" for line in warnings))
+    warnings = [*plan.skipped, *_list_warnings(plan), *cut]
+    notes = (*filter(None, [note]), *(f"warning: {warning}" for warning in warnings))
     captions = len({image.caption for image in plan.images})
     stats = ImageStats(len(parts["train"]), captions, len(held_out), len(prior), sizes, notes)
     return PreparedImages(
@@ -181,18 +181,18 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
     )
 
 
-def _plan(config: RunConfig) -> _Plan:
+def _build_plan(config: RunConfig) -> _Plan:
     data, image = config.dataset, config.image
-    sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
+    sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)] or [("dataset", data)]
     images: list[SourceImage] = []
     skipped: list[str] = []
     parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
     draw = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
-        source_images, lines = read_images(source, label, image.caption)
+        source_images, messages = read_images(source, label, image.caption)
         images.extend(source_images)
-        skipped.extend(lines)
+        skipped.extend(messages)
         return list(range(len(images) - len(source_images), len(images)))
 
     numbers_by_source = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
@@ -215,18 +215,18 @@ def _plan(config: RunConfig) -> _Plan:
     return _Plan(images, parts, fits, list(dict.fromkeys(texts)), skipped)
 
 
-def _warnings(plan: _Plan) -> list[str]:
+def _list_warnings(plan: _Plan) -> list[str]:
     """Return warnings about converted images, and about data that is valid but rarely intended."""
     total = len(plan.images)
     changes = Counter(chain.from_iterable(image.changes for image in plan.images))
     empty = sum(not image.caption for image in plan.images)
     enlarged = sum(fitted.scaled[0] > image.width for image, fitted in zip(plan.images, plan.fits, strict=True))
-    changes["have an empty caption; to drop captions at random, set image.caption_dropout"] = empty
+    changes["have an empty caption; to drop captions randomly, set image.caption_dropout"] = empty
     changes["are smaller than their training size, so enlarging blurs them"] = enlarged
     return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 
-def _entry(number: int, plan: _Plan) -> Entry:
+def _build_entry(number: int, plan: _Plan) -> Entry:
     image, fitted = plan.images[number], plan.fits[number]
     caption = plan.captions.index(image.caption)
     original = image.width, image.height

@@ -41,8 +41,8 @@ def encode(
     compute dtype of the text encoders (bf16 on a GPU).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _write(folder, "captions", _conditions(pipeline, captions, device))
-    _write(folder, "latents", _latents(pipeline, images, fits, device, flip=flip, log=log))
+    _write(folder, "captions", _encode_captions(pipeline, captions, device))
+    _write(folder, "latents", _encode_images(pipeline, images, fits, device, flip=flip, log=log))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -55,24 +55,26 @@ def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tenso
         save_file(values, folder / f"{name}-{number:04d}.safetensors")
 
 
-def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.device) -> Iterator[tuple[int, Conditions]]:
+def _encode_captions(
+    pipeline: Pipeline, captions: Sequence[str], device: torch.device
+) -> Iterator[tuple[int, Conditions]]:
     if pipeline.folder is None:
         for index, caption in enumerate(captions):
             yield index, random_conditions(pipeline, caption)
         return
-    encoder = pipeline.encoder(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    encoder = pipeline.load_encoder(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     for start in range(0, len(captions), CAPTIONS_AT_ONCE):
         part = captions[start : start + CAPTIONS_AT_ONCE]
-        found = pipeline.family.encode(encoder, part, device)
-        for at, caption in enumerate(part):
-            conditions = {name: value[at] for name, value in found.items()}
+        encoded = pipeline.family.encode(encoder, part, device)
+        for offset, caption in enumerate(part):
+            conditions = {name: value[offset] for name, value in encoded.items()}
             if not caption and encoder.config.get("force_zeros_for_empty_prompt"):
                 # SDXL's pipeline uses zeros as the empty negative prompt.
                 conditions = {name: torch.zeros_like(value) for name, value in conditions.items()}
-            yield start + at, conditions
+            yield start + offset, conditions
 
 
-def _latents(
+def _encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
     fits: Sequence[Fit],
@@ -84,17 +86,17 @@ def _latents(
     vae = None if pipeline.folder is None else load_vae(pipeline, device)
     for index, (image, fitted) in enumerate(zip(images, fits, strict=True)):
         pixels = image_to_tensor(fitted.apply(image.open()))
-        found: dict[str, Tensor] = {}
+        latent: dict[str, Tensor] = {}
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
             mean, std = _random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
-            found |= {f"{name}mean": mean, f"{name}std": std}
+            latent |= {f"{name}mean": mean, f"{name}std": std}
         if (index + 1) % LOG_EVERY == 0:
             log(f"{index + 1:,} of {len(images):,} images encoded")
-        yield index, found
+        yield index, latent
 
 
 def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
-    """Load the VAE in fp32, since SDXL's overflows in 16 bits."""
+    """Load the VAE in fp32, because SDXL's VAE overflows in 16 bits."""
     import diffusers
 
     assert pipeline.folder is not None
@@ -119,8 +121,8 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """
     distribution = vae.encode(pixels[None]).latent_dist
     if hasattr(vae, "bn"):
-        mean, std = (pixel_unshuffle(each[0], 2) for each in (distribution.mean, distribution.std))
-        shift, scale = (each.view(-1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
+        mean, std = (pixel_unshuffle(value[0], 2) for value in (distribution.mean, distribution.std))
+        shift, scale = (value.view(-1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
         deviation = (scale + vae.config.batch_norm_eps).sqrt()
         return (mean - shift) / deviation, std / deviation
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
@@ -128,7 +130,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a random latent of the right shape that depends on the image, for a random pipeline."""
+    """Return a random latent that depends on the image and has its latent shape, for a random pipeline."""
     factor = pipeline.downsampling
     small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
@@ -137,7 +139,7 @@ def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
-    """Return random conditions of the right shape that depend on the caption, for a random pipeline."""
+    """Return random conditions that depend on the caption, for a random pipeline."""
     import xxhash
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))
@@ -145,30 +147,30 @@ def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
 
 
 def find_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
-    """Return a warning for each token limit that captions exceed, with the text encoders it applies to."""
+    """Return a warning for each token limit that captions exceed, with the text encoders that have this limit."""
     import diffusers
     import transformers
 
     if pipeline.folder is None:
         return []
-    listed = pipeline.index
+    components = pipeline.index
     encode = inspect.signature(getattr(diffusers, pipeline.family.pipeline).encode_prompt)
     readers: dict[int, list[str]] = {}
     too_long: dict[int, int] = {}
     for name in pipeline.family.text_encoders:
         part = name.replace("text_encoder", "tokenizer")
-        if None in listed.get(part, [None]):
+        if None in components.get(part, [None]):
             continue
         with pipeline.reading(f"its {part}"):
-            tokenizer: Any = getattr(transformers, listed[part][1]).from_pretrained(pipeline.folder / part)
-        is_clip = listed[part][1].startswith("CLIP")
+            tokenizer: Any = getattr(transformers, components[part][1]).from_pretrained(pipeline.folder / part)
+        is_clip = components[part][1].startswith("CLIP")
         limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default
         lengths = [len(ids) for ids in tokenizer(list(captions)).input_ids]
         readers.setdefault(limit, []).append(name)
         too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
     more = [f"; {' and '.join(names)} read up to {limit}" for limit, names in readers.items() if not too_long[limit]]
     return [
-        f"{count:,} of {len(captions):,} captions are cut to the {limit} tokens read by "
+        f"{count:,} of {len(captions):,} captions are cut to {limit} tokens for "
         f"{' and '.join(readers[limit])}{''.join(more)}"
         for limit, count in too_long.items()
         if count

@@ -29,7 +29,7 @@ class Family:
     scheduler: str
     """Class of the scheduler that adds noise in training."""
     patch: int
-    """Divisor of latent height and width."""
+    """Latent height and width must be multiples of this."""
     text_encoders: tuple[str, ...]
     guided: bool
     """Whether sampling uses a negative prompt (classifier-free guidance)."""
@@ -38,7 +38,7 @@ class Family:
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
-    """Side of the square of VAE latents that is packed into one latent's channels."""
+    """Width of the square of VAE latents that is packed into the channels of one latent."""
 
     @property
     def flow(self) -> bool:

@@ -1,8 +1,8 @@
-"""Convert adapters to the formats of diffusers and of kohya's scripts, which ComfyUI and others read.
+"""Convert adapters to the format of diffusers, and to that of kohya's scripts, which ComfyUI also reads.
 
-kohya: a layer is named by its path in the model's original implementation, with underscores for dots. In addition to
+kohya: a layer's name is its path in the model's original implementation, with underscores for dots. In addition to
 the factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original
-has one matrix where diffusers has several (queries, keys, values), their factors are combined without loss: downs are
+has one matrix where diffusers has several (queries, keys, values), their factors are combined exactly: downs are
 stacked, ups are placed along the diagonal, and ranks and alphas add up.
 
 Sources: tensor names in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py and
@@ -35,7 +35,7 @@ KOHYA_NAMES = Path(__file__).with_name("kohya.yaml")
 
 
 def write_for_diffusers(folder: Path) -> None:
-    """Write `pytorch_lora_weights.safetensors` next to PEFT's file: tensors under diffusers' names, and settings."""
+    """Write `pytorch_lora_weights.safetensors` next to PEFT's file, with diffusers' tensor names and settings."""
     tensors, settings = read_tensors(folder), read_adapter_settings(folder)
     part = next(iter(tensors)).partition(".")[0]
     layers = {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in tensors if ".lora_A" in name}
@@ -66,18 +66,18 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
         fix = "use --format peft for diffusers, or --format hf for the complete pipeline"
         raise UserError(f"lora.dora=true: {problem}; {fix}")
     for name, tensor in read_tensors(folder).items():
-        path, _, side = name.partition(".lora_")
-        factors[path]["down" if side[0] == "A" else "up"] = tensor
+        path, _, factor = name.partition(".lora_")
+        factors[path]["down" if factor[0] == "A" else "up"] = tensor
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     members: dict[str, tuple[str, ...]] = {}
     for path in factors:
-        name, at, layers = _locate(path, pipeline)
-        groups[name][at] = path
+        name, index, layers = _locate(path, pipeline)
+        groups[name][index] = path
         members[name] = layers
-    found: dict[str, Tensor] = {}
+    kohya: dict[str, Tensor] = {}
     for name, paths in groups.items():
         downs = [factors[path]["down"] for _, path in sorted(paths.items())]
-        ups = {at: factors[path]["up"] for at, path in paths.items()}
+        ups = {index: factors[path]["up"] for index, path in paths.items()}
         rank = downs[0].shape[0]
         scale = float(settings["lora_alpha"]) * (rank**0.5 if settings.get("use_rslora") else 1.0)
         key = name.replace(".", "_")
@@ -85,9 +85,9 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
             down, up = downs[0], ups[0]
         else:
             down, up = torch.cat(downs), _build_block_diagonal(ups, members[name], pipeline)
-        found[f"{key}.lora_down.weight"], found[f"{key}.lora_up.weight"] = down.contiguous(), up.contiguous()
-        found[f"{key}.alpha"] = torch.tensor(scale * len(downs))
-    return found
+        kohya[f"{key}.lora_down.weight"], kohya[f"{key}.lora_up.weight"] = down.contiguous(), up.contiguous()
+        kohya[f"{key}.alpha"] = torch.tensor(scale * len(downs))
+    return kohya
 
 
 def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
@@ -112,10 +112,10 @@ def _build_block_diagonal(ups: dict[int, Tensor], combined: tuple[str, ...], pip
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     widths = [4 * inner if name == "proj_mlp" else inner for name in combined]
-    up = torch.zeros(sum(widths), sum(each.shape[1] for each in ups.values()), dtype=next(iter(ups.values())).dtype)
+    up = torch.zeros(sum(widths), sum(factor.shape[1] for factor in ups.values()), dtype=next(iter(ups.values())).dtype)
     column = 0
-    for at, each in sorted(ups.items()):
-        row = sum(widths[:at])
-        up[row : row + widths[at], column : column + each.shape[1]] = each
-        column += each.shape[1]
+    for index, factor in sorted(ups.items()):
+        row = sum(widths[:index])
+        up[row : row + widths[index], column : column + factor.shape[1]] = factor
+        column += factor.shape[1]
     return up

@@ -33,12 +33,12 @@ class ImageModel(nn.Module):
     """The denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
-    """PEFT reads it if submodules are transformers models."""
+    """PEFT reads this attribute if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         """Build the modules without allocating weights."""
         super().__init__()
-        denoiser, family = pipeline.empty_denoiser(), pipeline.family
+        denoiser, family = pipeline.build_empty_denoiser(), pipeline.family
         self.family: Family = family
         self.name_or_path = pipeline.denoiser_folder
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
@@ -51,7 +51,7 @@ class ImageModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(each.dtype for each in self.parameters() if each.is_floating_point())
+        return next(weight.dtype for weight in self.parameters() if weight.is_floating_point())
 
     def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
         """Return the prediction [B, C, H, W] for noisy latents at the scheduler's timesteps [B]."""
@@ -98,7 +98,7 @@ def transformer_blocks(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         children = dict(module.named_children())
         attention = next((children[name] for name in ATTENTION if name in children), None)
-        if attention is not None and any(isinstance(each, nn.Linear) for each in attention.modules()):
+        if attention is not None and any(isinstance(part, nn.Linear) for part in attention.modules()):
             blocks.append(path)
     return blocks
 
@@ -106,7 +106,7 @@ def transformer_blocks(model: nn.Module) -> list[str]:
 def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
     """Raise UserError if weight files are missing or damaged, or their shapes differ from the model's."""
     if pipeline.folder is not None:
-        _layout(model, _open_files(pipeline, section), pipeline)
+        _map_stored_tensors(model, _open_files(pipeline, section), pipeline)
 
 
 def load_image_model(
@@ -126,7 +126,9 @@ def load_image_model(
     model.requires_grad_(False)
     random = pipeline.folder is None
     files: Any = RandomTensors(pipeline.base_model, model, device) if random else _open_files(pipeline, section)
-    Filler(model, files, _layout(model, files, pipeline), dtype, device, quantization).fill(deepspeed_config, shards)
+    Filler(model, files, _map_stored_tensors(model, files, pipeline), dtype, device, quantization).fill(
+        deepspeed_config, shards
+    )
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.eight_bit
     return model
 
@@ -135,7 +137,7 @@ def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
     return SafetensorsFiles(pipeline.denoiser_folder, section, stem="diffusion_pytorch_model")
 
 
-def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
+def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Map all parameters and buffers to tensors in files. Raises UserError for missing tensors and wrong shapes."""
     shapes, parameters = files.shapes(), dict(model.named_parameters())
     # Files only contain the denoiser, with names relative to it.
@@ -143,8 +145,8 @@ def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]
     stored = {name: name.removeprefix(prefix) for name in (*parameters, *dict(model.named_buffers()))}
     missing = [name for name in parameters if stored[name] not in shapes]
     _refuse_weights(pipeline, missing, "are missing from its files")
-    different = [name for name, each in parameters.items() if tuple(each.shape) != shapes[stored[name]]]
-    _refuse_weights(pipeline, different, "have shapes that differ from config.json")
+    different = [name for name, weight in parameters.items() if tuple(weight.shape) != shapes[stored[name]]]
+    _refuse_weights(pipeline, different, "have other shapes than in config.json")
     return {name: Stored(name, {name: (key,)}) for name, key in stored.items() if key in shapes}
 
 

@@ -33,41 +33,41 @@ class Noised:
 
 
 class Objective:
-    """The objective of one run; its tables move to the tensors' device."""
+    """The training objective of a run; the scheduler's tables move to the tensors' device."""
 
     def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
-        self._scheduler: Any = pipeline.training_scheduler(image)
+        self._scheduler: Any = pipeline.build_training_scheduler(image)
         self._flow, self._image = pipeline.family.flow, image
         self._count = int(self._scheduler.config.num_train_timesteps)
         normal = image.times == "logit_normal" or (image.times == "auto" and self._flow)
         self._normal = (image.logit_mean, image.logit_std) if normal else None
 
     def draw_time(self, generator: torch.Generator) -> float:
-        """Draw a time between 0 and 1 from the run's density."""
+        """Draw a time between 0 and 1 from the configured distribution."""
         if self._normal is None:
             return float(torch.rand((), generator=generator, dtype=torch.float64))
         mean, std = self._normal
         drawn = torch.randn((), generator=generator, dtype=torch.float64)
         return float(torch.sigmoid(mean + std * drawn))
 
-    def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
+    def add_noise(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
         """Add noise [B, C, H, W] to latents at times [B] in [0, 1]."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
-        add_noise = self._add_flow_noise if self._flow else self._add_diffusion_noise
-        return add_noise(latents, noise, index)
+        add = self._add_flow_noise if self._flow else self._add_diffusion_noise
+        return add(latents, noise, index)
 
     def _add_diffusion_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         from diffusers.training_utils import compute_snr
 
         scheduler = self._scheduler
         noisy = scheduler.add_noise(latents, noise, index)
-        velocity = scheduler.config.prediction_type == "v_prediction"
-        target = scheduler.get_velocity(latents, noise, index) if velocity else noise
+        predicts_velocity = scheduler.config.prediction_type == "v_prediction"
+        target = scheduler.get_velocity(latents, noise, index) if predicts_velocity else noise
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            # For epsilon min(SNR, gamma) / SNR, which is 1 for a final timestep without signal.
-            weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
+            # For epsilon, min(SNR, gamma) / SNR; it is 1 at a final timestep without signal.
+            weights = ratio.clamp(max=gamma) / (ratio + 1) if predicts_velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
     def _add_flow_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
@@ -94,8 +94,8 @@ class NoiseLoss(StepLoss):
         return torch.stack(losses).sum()
 
     def _group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
-        latents, noise, times = (to_device(each, device) for each in (group.latents, group.noise, group.times))
-        noised = self._objective.noised(latents, noise, times)
+        latents, noise, times = (to_device(value, device) for value in (group.latents, group.noise, group.times))
+        noised = self._objective.add_noise(latents, noise, times)
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}
         conditions = {name: value if name == SIZES else value.to(self._dtype) for name, value in conditions.items()}
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)

@@ -30,7 +30,7 @@ SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
 @dataclass(frozen=True)
 class Published:
-    """A shape of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of its inputs."""
+    """A shape of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of the inputs."""
 
     family: str
     settings: dict[str, Any]
@@ -47,8 +47,8 @@ def load_shapes() -> dict[str, Published]:
     return {name: Published(**shape) for name, shape in read_yaml(SHAPES_FILE).tree.items()}
 
 
-def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
-    """Return the shape named by `random:SHAPE,key=value,...` and its changed settings, or None for another name."""
+def find_published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
+    """Return the shape named by `random:SHAPE,key=value,...` and its changed settings; None for other names."""
     if not is_random(base_model):
         return None
     name, changes = parse_name(base_model)
@@ -58,9 +58,9 @@ def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
 
 def is_pipeline(name: str, section: ModelSection) -> bool:
     """Return whether a model is an image pipeline, judging by local files only."""
-    if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
+    if find_published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
-    return not Path(name).exists() and _cached(name, section, INDEX) is not None
+    return not Path(name).exists() and _find_cached(name, section, INDEX) is not None
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Pipeline:
     """Shapes of a caption's conditions, for a random pipeline."""
 
     @property
-    def side(self) -> int:
-        """Divisor of image width and height."""
+    def size_multiple(self) -> int:
+        """Image width and height must be multiples of this."""
         return self.downsampling * self.family.patch
 
     @property
@@ -100,7 +100,7 @@ class Pipeline:
         """Folder of the denoiser's weights and settings; empty for a random pipeline."""
         return "" if self.folder is None else str(self.folder / self.family.denoiser)
 
-    def empty_denoiser(self) -> Any:
+    def build_empty_denoiser(self) -> Any:
         """Build the denoiser's modules without allocating weights."""
         import diffusers
         from accelerate import init_empty_weights
@@ -108,7 +108,7 @@ class Pipeline:
         with init_empty_weights(include_buffers=False):
             return getattr(diffusers, self.family.model).from_config(self.settings)
 
-    def training_scheduler(self, image: ImageSection) -> Any:
+    def build_training_scheduler(self, image: ImageSection) -> Any:
         """Build diffusers' scheduler that adds the noise, with the run's settings."""
         import diffusers
 
@@ -121,18 +121,18 @@ class Pipeline:
         with self.reading("its scheduler"):
             return kind.from_config(self.scheduler_settings, **changes)
 
-    def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+    def load_encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
         if text:
             names = [name for name in self.family.text_encoders if self.index.get(name, [None])[0]]
-            parts |= {name: self.text_encoder(name, dtype) for name in names}
+            parts |= {name: self.load_text_encoder(name, dtype) for name in names}
         else:
             parts |= {name: None for name in self.index if name.startswith(("text_encoder", "tokenizer"))}
         return self._load_library_pipeline(parts, dtype)
 
-    def text_encoder(self, name: str, dtype: Any) -> Any:
+    def load_text_encoder(self, name: str, dtype: Any) -> Any:
         """Load a text encoder. Raises UserError if some of its weights are missing."""
         import transformers
 
@@ -205,35 +205,34 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     prefix = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
         raise UserError(f"{prefix}: image models need diffusers; pip install diffusers pillow")
-    if (found := published_shape(base_model)) is not None:
-        shape, settings = found
-        family = next(family for family in FAMILIES if family.name == shape.family)
-        side = 8 * family.packed
-        return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text)
+    if (published := find_published_shape(base_model)) is not None:
+        shape, settings = published
+        kind = next(family for family in FAMILIES if family.name == shape.family)
+        return Pipeline(base_model, kind, settings, shape.scheduler, None, shape.channels, 8 * kind.packed, shape.text)
     folder = _find_folder(base_model, section)
-    listed = _read_json(folder / INDEX, prefix)
-    name = str(listed.get("_class_name"))
-    known = find_family(name)
-    if known is None:
-        names = ", ".join(family.pipeline for family in FAMILIES)
+    components = _read_json(folder / INDEX, prefix)
+    name = str(components.get("_class_name"))
+    family = find_family(name)
+    if family is None:
+        names = ", ".join(supported.pipeline for supported in FAMILIES)
         raise UserError(f"{prefix}: {INDEX} names {name}, which is not supported; use {names}")
-    _check_parts(folder, listed, known, prefix)
+    _check_parts(folder, components, family, prefix)
     vae: VaeSettings = _read_json(folder / VAE / "config.json", prefix, VaeSettings)
-    settings = _read_json(folder / known.denoiser / "config.json", prefix)
+    settings = _read_json(folder / family.denoiser / "config.json", prefix)
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", prefix)
     halvings = len(vae.block_out_channels) - 1
-    channels, packed = vae.latent_channels, known.packed
-    return Pipeline(base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {})
+    channels, packed = vae.latent_channels, family.packed
+    return Pipeline(base_model, family, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {})
 
 
-def _check_parts(folder: Path, listed: dict[str, Any], family: Family, prefix: str) -> None:
+def _check_parts(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
     """Raise UserError if a component that the index names is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
-        part = listed.get(name)
-        named = isinstance(part, list) and len(part) == 2 and None not in part
-        if named and not (folder / name).is_dir():
-            raise UserError(f"{prefix}: {name}, which {INDEX} names, is missing; copy the whole pipeline")
+        part = components.get(name)
+        is_listed = isinstance(part, list) and len(part) == 2 and None not in part
+        if is_listed and not (folder / name).is_dir():
+            raise UserError(f"{prefix}: {name} is listed in {INDEX}, but missing; copy the whole pipeline")
 
 
 def _is_single_file(path: Path) -> bool:
@@ -288,7 +287,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
         raise UserError(f"{prefix}: has weights without settings ({error}); {fix}") from None
     family = find_family(str(_read_json(origin / INDEX, prefix).get("_class_name")))
     if family is None:
-        raise UserError(f"{prefix}: the kind of model.pipeline={source} is not supported; use another")
+        raise UserError(f"{prefix}: the kind of model.pipeline={source} is not supported; use another pipeline")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
@@ -309,7 +308,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
         return load_or_build(target, build, lambda folder: folder)[0]
 
 
-def _cached(name: str, section: ModelSection, file: str) -> str | None:
+def _find_cached(name: str, section: ModelSection, file: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -14,15 +14,15 @@ from trainer.tasks.images.sizes import check_sizes
 
 
 def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> Prepared:
-    """Check pipeline and settings, encode images and captions. Raises UserError if any are invalid."""
+    """Check pipeline and settings, encode images and captions. Raises UserError for invalid settings or data."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
     log(f"checking the pipeline {config.base_model}")
     pipeline = read_pipeline(config.base_model, config.model)
     for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
-    check_sizes(config.image, pipeline.side)
-    pipeline.training_scheduler(config.image)
+    check_sizes(config.image, pipeline.size_multiple)
+    pipeline.build_training_scheduler(config.image)
     with pipeline.reading(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)

@@ -42,7 +42,7 @@ def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
 
 
 def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
-    """Fit an image of `width` x `height` to the size with the nearest aspect ratio."""
+    """Fit an image of `width` x `height` to the bucket with the nearest aspect ratio."""
     shape = math.log(width / height)
     to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
     factor = max(to_width / width, to_height / height)
@@ -50,10 +50,10 @@ def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> 
     return Fit(to_width, to_height, scaled, ((scaled[0] - to_width) // 2, (scaled[1] - to_height) // 2))
 
 
-def check_sizes(image: ImageSection, side: int) -> None:
-    """Raise UserError for sizes that are not multiples of `side`, the pixels per latent patch."""
+def check_sizes(image: ImageSection, multiple: int) -> None:
+    """Raise UserError for sizes that are not multiples of `multiple`, the pixels per latent patch."""
     settings = {"resolution": image.resolution} | ({"bucket_step": image.bucket_step} if image.buckets else {})
     for name, value in settings.items():
-        if value % side:
-            near = max(side, round(value / side) * side)
-            raise UserError(f"image.{name}={value}: must be a multiple of {side} for this model; use {near}")
+        if value % multiple:
+            near = max(multiple, round(value / multiple) * multiple)
+            raise UserError(f"image.{name}={value}: must be a multiple of {multiple} for this model; use {near}")

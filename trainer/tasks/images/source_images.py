@@ -33,7 +33,7 @@ class SourceImage:
     """An image, read on demand."""
 
     name: str
-    """Its location, for messages."""
+    """The image's location, for messages."""
     caption: str
     digest: str
     """Hash of the bytes."""
@@ -42,7 +42,7 @@ class SourceImage:
     source: Any
     """A path, or the rows of a dataset and an index."""
     changes: tuple[str, ...] = ()
-    """Conversions that change its appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
+    """Conversions that change the image's appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
 
     def open(self) -> Image.Image:
         """Decode the image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
@@ -53,7 +53,7 @@ class SourceImage:
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
     """Return the images of a source in a fixed order, and a message for each kind of skipped file.
 
-    `caption` is used for images that have none. Raises UserError for a damaged image, or one without a caption.
+    `caption` is used for images without one. Raises UserError if an image is damaged or has no caption.
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     prefix, path = f"{label}.path={source.path}", Path(source.path).expanduser()
@@ -61,19 +61,19 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
         raise UserError(f"{prefix}: is a file; use the folder of the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
-        entries = _visible_entries(path)
+        entries = _list_visible_entries(path)
         images = list(islice(_read_folder(path, entries, prefix, caption), source.max_samples))
-        skipped = [f"{prefix}: {line}" for line in _describe_skipped(path, entries)]
+        skipped = [f"{prefix}: {message}" for message in _describe_skipped(path, entries)]
     else:
         images = list(_read_rows(read_source(source, label), source, prefix, label, caption))
     if not images:
-        details = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
+        details = "".join(f"; {message.partition(': ')[2]}" for message in skipped)
         raise UserError(f"{prefix}: has no images; add files that end in {', '.join(SUFFIXES[:4])}{details}")
     return images, skipped
 
 
-def _visible_entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, except hidden ones, which notebooks and file managers create."""
+def _list_visible_entries(folder: Path) -> list[Path]:
+    """Return the entries of a folder without hidden files, which notebooks and file managers create."""
     entries = sorted(folder.rglob("*"))
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
@@ -88,7 +88,7 @@ def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     kinds = Counter(path.suffix.lower() or "no suffix" for path in others if path.exists())
     if kinds:
         counts = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
-        yield f"skipped {sum(kinds.values()):,} files that are neither images nor captions of one: {counts}"
+        yield f"skipped {sum(kinds.values()):,} files that are neither images nor their captions: {counts}"
 
 
 def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | None) -> Iterator[SourceImage]:
@@ -100,14 +100,14 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
     if missing and caption is None:
         raise UserError(
             f"{prefix}: no caption for {missing[0].name} ({len(missing)} of {len(captions)} have none); write it to "
-            f"{missing[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
+            f"{missing[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all images"
         )
     for path, text in captions.items():
         yield _describe(str(path), caption if text is None else text, path)
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
-    """Return the content of an image's text file, else `default`. Raises UserError if the file cannot be read."""
+    """Return the content of an image's text file, or `default` without one. Raises UserError if it is unreadable."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
@@ -121,9 +121,9 @@ def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]
         rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
             record, place = parse_row(row), f"{prefix}: {file}, record {number}"
-            name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
+            name, field = record.get("file_name"), next((key for key in CAPTION_FIELDS if key in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
-                raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
+                raise UserError(f"{place}: needs file_name, and a text in one of {', '.join(CAPTION_FIELDS)}")
             if str(Path(name)) not in names:
                 raise UserError(f"{place}: the folder has no image {name}; fix file_name, or remove the record")
             captions[str(Path(name))] = record[field]
@@ -138,16 +138,20 @@ def _read_rows(rows: Any, source: SourceSection, prefix: str, label: str, captio
     text = source.fields.get("caption") or next((name for name in CAPTION_FIELDS if name in columns), None)
     if image not in columns or (text not in columns and (caption is None or text is not None)):
         kind = "images" if image not in columns else "captions"
-        problem = f"has no column of {kind}, but {', '.join(columns)}"
+        problem = f"has the columns {', '.join(columns)}, but none with {kind}"
         raise UserError(f"{prefix}: {problem}; set {label}.fields: {{image: ..., caption: ...}}")
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
     except Exception as error:  # pyarrow may raise anything
-        raise UserError(f"{prefix}: column {image} has no images ({error}); set another in {label}.fields") from None
+        raise UserError(
+            f"{prefix}: column {image} has no images ({error}); set another column in {label}.fields"
+        ) from None
     for index, value in enumerate(rows[text] if text else [None] * len(rows)):
         name, row_caption = f"{source.path}, record {index + 1}", caption if value is None else value
         if not isinstance(row_caption, str):
-            raise UserError(f"{name}: has no text in column {text}; write a caption, or set image.caption for all")
+            raise UserError(
+                f"{name}: has no text in column {text}; write a caption, or set image.caption for all images"
+            )
         yield _describe(name, row_caption, (rows, index, image))
 
 

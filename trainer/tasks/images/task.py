@@ -18,7 +18,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.tasks.images.batches import ImageBatch, ImageBatches, image_evaluation
+from trainer.tasks.images.batches import ImageBatch, ImageBatches, iterate_evaluation_images
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
@@ -38,11 +38,11 @@ class ImageTask(Task):
     peft_type = None
     formats = ("peft", "kohya", "hf")
     unsupported: ClassVar[Mapping[str, str]] = {
-        "generate": "images are generated with diffusers; see its README.md",
-        "serve": "serve is for models that write text; zerolora export converts it for diffusers and ComfyUI",
-        "eval": "its held-out loss is in metrics.jsonl",
-        "merge --quantize": "--quantize is for language models; merge without it",
-        "merge --dtype=stored": "--dtype=stored is for language models; merge without it",
+        "generate": "generate images with diffusers as in the adapter's README.md",
+        "serve": "serve is only for models that generate text; `zerolora export` converts the adapter for ComfyUI",
+        "eval": "see its held-out loss in metrics.jsonl",
+        "merge --quantize": "--quantize is only for language models; merge without it",
+        "merge --dtype=stored": "--dtype=stored is only for language models; merge without it",
     }
 
     def __init__(
@@ -100,7 +100,7 @@ class ImageTask(Task):
     def evaluation(self) -> Iterable[ImageBatch]:
         training, samples = self._config.training, self._data.evaluation
         assert samples is not None
-        return image_evaluation(
+        return iterate_evaluation_images(
             samples,
             batch_size=training.eval_batch_size or training.batch_size,
             rank=self._ranks.rank,
@@ -112,7 +112,7 @@ class ImageTask(Task):
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {each: store.conditions(store.caption_number(each)) for each in (*prompts, "")}
+        captions = {caption: store.conditions(store.caption_number(caption)) for caption in (*prompts, "")}
         images = draw_samples(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
@@ -154,7 +154,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
         prompts=list(config.logging.sample_prompts),
         pipeline=pipeline.family.pipeline,
         adapter=f'"{name}"' if uploaded else python_path(name),
-        base_path=python_path(config.base_model, uploaded=uploaded),
+        base_path=python_path(config.base_model, is_uploaded=uploaded),
         file=DIFFUSERS,
         rows=rows,
     )
@@ -181,7 +181,7 @@ def draw_samples(
     sampler = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
-        conditions, empty = (_add_row_dimension(captions[each], device, model.dtype) for each in (prompt, ""))
+        conditions, empty = (_add_row_dimension(captions[caption], device, model.dtype) for caption in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(conditions, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
@@ -201,7 +201,9 @@ def draw_samples(
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build diffusers' pipeline with this denoiser, a VAE in fp32 and no text encoders."""
-    sampler = pipeline.encoder(torch.float32, text=False, vae=True)  # diffusers derives the latent size from the VAE
+    sampler = pipeline.load_encoder(
+        torch.float32, text=False, vae=True
+    )  # diffusers derives the latent size from the VAE
     sampler.register_modules(**{pipeline.family.denoiser: denoiser})
     sampler.vae.to(device)
     sampler.set_progress_bar_config(disable=True)
