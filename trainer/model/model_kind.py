@@ -128,7 +128,8 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
         for name, parameter in list(inspect.signature(model_class.forward).parameters.items())[1:]
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD and name != "input_ids"
     ]
-    if required or not hasattr(model_class, "prepare_inputs_for_generation"):
+    predicts = has_score(model_config) or hasattr(model_class, "prepare_inputs_for_generation")
+    if required or not predicts:
         problem = f"needs {required[0]} in every step" if required else "does not generate token by token"
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
