@@ -68,7 +68,8 @@ def run_all(folder: Path, *families: str, changes: dict[str, dict[str, Any]]) ->
     for family in families:
         (folder / f"{family}-model").mkdir()
         make_vision_model(folder / f"{family}-model", family)
-        store_dequantised_vision(folder / f"{family}-model", folder / f"{family}-nf4-model")
+        if changes.keys() & NF4.keys():
+            store_dequantised_vision(folder / f"{family}-model", folder / f"{family}-nf4-model")
     write_vision_chats(folder, 12, text_only=0.5)
     (folder / "held").mkdir()
     write_vision_chats(folder / "held", 3, seed=1, text_only=0.5)
@@ -153,8 +154,9 @@ def test_a_base_in_four_bits_trains_alike_at_every_stage(family: str, runs: Matr
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_has_the_losses_of_plain_peft_at_stages_2_and_3(family: str, tmp_path: Path) -> None:
-    runs = run_all(tmp_path, family, changes=STAGES)
-    wanted = {name: expected(runs, f"{family}-{name}") for name in ("stage2", "packed3", "nf4-2")}
-    for name in STAGES:
+    changes = {name: own for name, own in STAGES.items() if family != "lfm2_vl" or name not in NF4}  # it refuses NF4
+    runs = run_all(tmp_path, family, changes=changes)
+    wanted = {name: expected(runs, f"{family}-{name}") for name in ("stage2", "packed3", "nf4-2") if name in changes}
+    for name in changes:
         like = "nf4-2" if name in NF4 else {"stage3": "stage2"}.get(name, name)
         assert runs[f"{family}-{name}"].losses == pytest.approx(wanted[like], rel=1e-5), name

@@ -102,6 +102,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {"rows": {}, "packs": {"dataset__packing": 
 @pytest.mark.parametrize("family", ALL)
 def test_losses_are_those_of_transformers_and_peft(family: str, layout: str, root: Path, tmp_path: Path) -> None:
     config = run_config(root, family, **LAYOUTS[layout])
+    if (family, layout) == ("lfm2_vl", "nf4"):
+        with pytest.raises(UserError, match=r"adapter=qlora: .*use adapter: lora"):
+            train(config)
+        return
     model, lines, losses = train(config)
     if layout == "nf4":  # the reference has the same values in 32 bits
         config = run_config(root, family, base_model=str(store_dequantised_vision(root / family, tmp_path / "base")))
