@@ -158,8 +158,7 @@ def _is_listed(file: Path) -> bool:
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that the code and package versions are the same on all hosts."""
     wrong = find_differences(reports)
-    for line in wrong:
-        problem, _, fix = line.rpartition("; ")
+    for problem, fix in wrong:
         yield Check("versions", "FAIL", problem, fix)
     if not wrong:
         hosts = len({report.host for report in reports})
