@@ -20,7 +20,6 @@ from trainer.data.prepared import Prepared, skipped_records
 from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
-from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
@@ -179,7 +178,7 @@ class Run:
     def _restore(self, engine: Engine) -> Position:
         """Create batches and schedule, and return the position, all restored from the checkpoint if there is one."""
         self.batches = self.task.batches()
-        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+        self.schedule = self.builder.build_schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
 

@@ -37,7 +37,7 @@ from trainer.parallel.engine.deepspeed_engine import (
 )
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
@@ -130,6 +130,10 @@ class Builder:
         with phase("first passes"):
             self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
+
+    def build_schedule(self, engine: Engine, total_steps: int) -> Any:
+        """Return the schedule of the learning rate."""
+        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
 
     def build_step_parts(
         self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
