@@ -17,7 +17,7 @@ from launcher.supervision.processes import run_child
 from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
-from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
+from launcher.supervision.terminal import ConsoleFile, restore_terminal, say, share_stdout, show
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, find_lost_nodes
 from trainer.config import LoadedConfig, TrainingSection, UserError
@@ -63,6 +63,7 @@ def start(
     from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
 
     check_early(loaded.config)
+    screen = share_stdout()
     with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
         slots = RankSlots(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
@@ -78,7 +79,8 @@ def start(
             if is_job_start:
                 record_start(run_dir, os.environ)
             rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            code = Attempts(rank_arguments, loaded.config.training, run_dir, (build, reach), slots, prestarted).train()
+            planned, training = (build, reach), loaded.config.training
+            code = Attempts(rank_arguments, training, run_dir, planned, slots, prestarted, screen).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change the exit code
                     record_end(run_dir, os.environ, code)
@@ -100,9 +102,13 @@ class Attempts:
         planned: Plan,
         slots: RankSlots,
         prestarted: PrestartedRanks | None,
+        screen: int,
     ) -> None:
-        """Use `planned` and the `prestarted` ranks for the first start; restarts choose among `slots`."""
-        self._arguments, self._training, self._prestarted = arguments, training, prestarted
+        """Use `planned` and the `prestarted` ranks for the first start; restarts choose among `slots`.
+
+        `screen` is the descriptor to which rank 0 on this machine writes.
+        """
+        self._arguments, self._training, self._prestarted, self._screen = arguments, training, prestarted, screen
         self._planned: Plan | None = planned
         self._slots = slots
         self._logs = run_dir / "logs"
@@ -135,8 +141,9 @@ class Attempts:
                 say(f"not restarted: {error}")
                 return Ending(1)
             settings += batch_settings
-        with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
-            arguments = [*self._arguments, *settings, *console.arguments()]
+        with nullcontext() if reach is None else ConsoleFile(self._logs) as console:
+            console_arguments = ["--console", str(self._screen)] if console is None else console.arguments()
+            arguments = [*self._arguments, *settings, *console_arguments]
             command = build(arguments)
             self._full_size = self._full_size or command.ranks
             self._used_slots = self._used_slots or range(self._full_size)
@@ -150,6 +157,7 @@ class Attempts:
             minutes = self._training.hang_timeout
             supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=release)
             code = supervisor.run()
+        restore_terminal()
         fault = None if supervisor.signals else supervisor.fault
         if not (self._training.elastic and self._max_restarts):
             code = _check_lost_nodes(code, reach)

@@ -128,9 +128,10 @@ derivative.define(
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_save_for_linear)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
-_GROUP = lora.Group(
+eight_bit_group = lora.Group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
+    pack=lambda x, weights: ([weight.values for weight in weights], [weight.row_scale for weight in weights]),
     outs=lambda op: [weight.shape[0] for weight in op.weights],
     check=lambda op: check_weights(op.x, op.weights, op.row_scales),
     forward=_forward,
@@ -151,20 +152,3 @@ def eight_bit_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None) -> 
     """Compute y = t (x_q W_q^T) v + bias for a frozen weight without an adapter; dX = u (g_q W_q)."""
     y: Tensor = _LINEAR(x, weight.values, weight.row_scale, bias)
     return y
-
-
-def eight_bit_group(
-    x: Tensor,
-    weights: Sequence[EightBitWeight],
-    biases: Sequence[Tensor | None],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    dropout: float = 0.0,
-) -> list[Tensor]:
-    """Compute `lora.lora_group` for 8-bit weights; the result has the type of x.
-
-    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or of different kinds.
-    """
-    stored = [weight.values for weight in weights], [weight.row_scale for weight in weights]
-    return _GROUP(x, stored, [len(values) for values in stored[0]], biases, downs, ups, scales, dropout)

@@ -5,10 +5,9 @@ dequantized for each product, as in ops/scaled.py. The backward saves the buffer
 gather in between. Formulas: `reference.dequantize_groups`.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,9 +78,10 @@ def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
 
 
 _LENGTH = len(GroupedLayout._fields)
-_GROUP = build_dequantizing_group(
+grouped_group = build_dequantizing_group(
     "grouped",
     "Tensor[] packed, int[] layouts",
+    pack=lambda x, weights: ([packed for packed, _ in weights], [number for _, layout in weights for number in layout]),
     outs=lambda op: op.layouts[1::_LENGTH],
     check=lambda op: None,
     dense=lambda op, i: GroupedLayout(*op.layouts[i * _LENGTH :][:_LENGTH]).dequantized(op.packed[i], op.x.dtype),
@@ -91,10 +91,3 @@ _GROUP = build_dequantizing_group(
 def grouped_linear(x: Tensor, packed: Tensor, layout: GroupedLayout, bias: Tensor | None) -> Tensor:
     """Compute y = x W^T + bias for a frozen weight without an adapter."""
     return frozen_linear(x, partial(GroupedLayout.dequantized, layout), (packed,), bias)
-
-
-def grouped_group(x: Tensor, weights: Sequence[tuple[Tensor, GroupedLayout]], *adapters: Any) -> list[Tensor]:
-    """Compute `lora.lora_group` for packed, gathered weights with their layouts; `adapters` are its other arguments."""
-    packed, layouts = zip(*weights, strict=True)
-    numbers = [number for layout in layouts for number in layout]
-    return _GROUP(x, (packed, numbers), [layout.rows for layout in layouts], *adapters)

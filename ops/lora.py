@@ -176,9 +176,10 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
 class Group:
     """The operators zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
 
-    `weights` is their part of the schemas. The functions get the operators' arguments as attributes: `outs` returns the
-    number of outputs of each weight, `check` raises ValueError, `forward` also gets h and returns the outputs,
-    `backward` returns the gradients of x, all A and all B.
+    `weights` is their part of the schemas, and `pack` returns these arguments for x and a list of weights. The other
+    functions get the operators' arguments as attributes: `outs` returns the number of outputs of each weight, `check`
+    raises ValueError, `forward` also gets h and returns the outputs, `backward` returns the gradients of x, all A and
+    all B.
     """
 
     def __init__(
@@ -186,13 +187,14 @@ class Group:
         name: str,
         weights: str,
         *,
+        pack: Callable[[Tensor, Sequence[Any]], tuple[Any, ...]],
         outs: Callable[[Any], Sequence[int]],
         check: Callable[[Any], None],
         forward: Callable[[Any, Tensor], list[Tensor]],
         backward: Callable[[Any], tuple[Tensor, list[Tensor], list[Tensor]]],
         devices: str | tuple[str, ...] = "cpu",
     ) -> None:
-        self._outs, self._check, self._compute, self._derive = outs, check, forward, backward
+        self._pack, self._outs, self._check, self._compute, self._derive = pack, outs, check, forward, backward
         self._operator = derivative.define(
             f"{name}_forward(Tensor x, {weights}, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales,"
             " float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
@@ -206,12 +208,25 @@ class Group:
         )  # fmt: skip
         self._forward_type, self._backward_type = derivative.register_backward(name)
 
-    def __call__(  # type: ignore[no-untyped-def]
-        self, x, stored, outs, biases, downs, ups, scales, dropout
+    def __call__(
+        self,
+        x: Tensor,
+        weights: Sequence[Any],
+        biases: Sequence[Tensor | None],
+        downs: Sequence[Tensor],
+        ups: Sequence[Tensor],
+        scales: Sequence[float],
+        dropout: float = 0.0,
     ) -> list[Tensor]:
-        """Compute `lora_group`; `stored` are the arguments for the weights, `outs` the outputs of each."""
+        """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
+
+        x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
+        Raises ValueError for mismatched shapes, types or devices, for weights that are not gathered, and for an
+        unsupported rank or dropout.
+        """
         # The operator checks everything else, so that CUDA calls need no Python time for it.
-        filled = fill_biases(x, biases, outs)
+        stored, filled = self._pack(x, weights), fill_biases(x, biases, ups)
+        ys: list[Tensor]
         ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
         return ys
 
@@ -257,9 +272,10 @@ derivative.define(
     reference_project, fake_project,
 )  # fmt: skip
 torch.library.register_autograd("zerolora::lora_project", _refuse_derivative)
-_GROUP = Group(
+lora_group = Group(
     "lora",
     "Tensor[] weights",
+    pack=lambda x, weights: (weights,),
     outs=lambda op: [weight.shape[0] for weight in op.weights],
     check=lambda op: _check_weights(op.x, op.weights, op.biases),
     forward=lambda op, h: dense_forward(op, h, op.weights),
@@ -267,30 +283,13 @@ _GROUP = Group(
 )
 
 
-def lora_group(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    dropout: float = 0.0,
-) -> list[Tensor]:
-    """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
-
-    x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
-    Raises ValueError for mismatched shapes, types or devices, and for an unsupported rank or dropout.
-    """
-    return _GROUP(x, (weights,), [weight.shape[0] for weight in weights], biases, downs, ups, scales, dropout)
-
-
-def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:
+def fill_biases(x: Tensor, biases: Sequence[Tensor | None], ups: Sequence[Tensor]) -> list[Tensor]:
     """Replace missing biases with zeros if only some projections have one: autograd accepts no None in a list."""
-    if len(biases) not in (0, len(outs)):
-        raise ValueError(f"{len(biases)} biases for {len(outs)} weights: need one (or None) for each, or an empty list")
+    if len(biases) not in (0, len(ups)):
+        raise ValueError(f"{len(biases)} biases for {len(ups)} weights: need one (or None) for each, or an empty list")
     if all(bias is None for bias in biases):
         return []
-    return [x.new_zeros(out) if bias is None else bias for bias, out in zip(biases, outs, strict=True)]
+    return [x.new_zeros(len(up)) if bias is None else bias for bias, up in zip(biases, ups, strict=True)]
 
 
 def lora_linear(

@@ -57,36 +57,9 @@ def _dequantize(op: Any) -> list[Tensor]:
     ]
 
 
-derivative.define(
-    "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
-    " -> Tensor",
-    reference.dequantize_nf4,
-    lambda packed, _, rows, cols, *others: packed.new_empty((rows, cols), dtype=others[-1]),
-)  # fmt: skip
-_GROUP = lora.Group(
-    "nf4",
-    "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
-    outs=lambda op: op.rows,
-    check=lambda op: None,
-    forward=lambda op, h: lora.dense_forward(op, h, _dequantize(op)),
-    backward=lambda op: lora.dense_backward(op, _dequantize(op)),
-)
-
-
-def nf4_group(
-    x: Tensor,
-    weights: Sequence[Nf4Weight],
-    biases: Sequence[Tensor | None],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    dropout: float = 0.0,
-) -> list[Tensor]:
-    """Compute `lora.lora_group` for packed weights, in the type of x.
-
-    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or have different block sizes.
-    """
-    first, rows = weights[0], [weight.rows for weight in weights]
+def _pack(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
+    """Return the operator's arguments; raises ValueError for weights that do not fit x or one another."""
+    first = weights[0]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:
             actual = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
@@ -96,5 +69,21 @@ def nf4_group(
         if weight is not first and weight.layout() != first.layout():
             raise ValueError("weights are quantized with different block sizes: call the operator for each separately")
     packed, states = [weight.packed for weight in weights], [tensor for weight in weights for tensor in weight.state]
-    stored = packed, states, rows, first.block, first.nested_block
-    return _GROUP(x, stored, rows, biases, downs, ups, scales, dropout)
+    return packed, states, [weight.rows for weight in weights], first.block, first.nested_block
+
+
+derivative.define(
+    "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
+    " -> Tensor",
+    reference.dequantize_nf4,
+    lambda packed, _, rows, cols, *others: packed.new_empty((rows, cols), dtype=others[-1]),
+)  # fmt: skip
+nf4_group = lora.Group(
+    "nf4",
+    "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
+    pack=_pack,
+    outs=lambda op: op.rows,
+    check=lambda op: None,
+    forward=lambda op, h: lora.dense_forward(op, h, _dequantize(op)),
+    backward=lambda op: lora.dense_backward(op, _dequantize(op)),
+)

@@ -60,9 +60,8 @@ def build_dequantizing_group(
     name: str,
     weights: str,
     *,
-    outs: Callable[[Any], Sequence[int]],
-    check: Callable[[Any], None],
     dense: Callable[[Any, int], Tensor],
+    **functions: Any,
 ) -> lora.Group:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantizes one at a time.
 
@@ -96,13 +95,21 @@ def build_dequantizing_group(
         return grad_x, grad_downs, grad_ups
 
     devices = ("cpu", "cuda")
-    return lora.Group(name, weights, outs=outs, check=check, forward=forward, backward=backward, devices=devices)
+    return lora.Group(name, weights, forward=forward, backward=backward, devices=devices, **functions)
 
 
-_GROUP = build_dequantizing_group(
+def _pack(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
+    """Return the operator's arguments; raises ValueError for weights with blocks of several sizes."""
+    if any(weight.block != weights[0].block for weight in weights):
+        raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
+    return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block
+
+
+scaled_group = build_dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    outs=lambda op: [values.shape[0] for values in op.values],
+    pack=_pack,
+    outs=lambda op: [each.shape[0] for each in op.values],
     check=lambda op: check_weights(op.x, op.values, op.block_scales, op.block),
     dense=lambda op, i: reference.dequantize_blocks(op.values[i], op.block_scales[i], op.block, op.x.dtype),
 )
@@ -136,23 +143,3 @@ def scaled_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tenso
     """Compute y = x W^T + bias for a frozen weight without an adapter."""
     dense = partial(reference.dequantize_blocks, block=weight.block)
     return frozen_linear(x, dense, (weight.values, weight.scales), bias)
-
-
-def scaled_group(
-    x: Tensor,
-    weights: Sequence[ScaledWeight],
-    biases: Sequence[Tensor | None],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    dropout: float = 0.0,
-) -> list[Tensor]:
-    """Compute `lora.lora_group` for 8-bit weights that are dequantized; all weights need blocks of one size.
-
-    Raises ValueError like `lora.lora_group`, and for weights that are not gathered or scales that do not fit.
-    """
-    if any(weight.block != weights[0].block for weight in weights):
-        raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
-    values, block_scales = [weight.values for weight in weights], [weight.scales for weight in weights]
-    outs = [len(rows) for rows in values]
-    return _GROUP(x, (values, block_scales, weights[0].block), outs, biases, downs, ups, scales, dropout)

@@ -20,9 +20,6 @@ from trainer.data.prepared import Prepared, count_skipped_records
 from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
-from trainer.parallel.engine.adapter_choice import find_choice
-from trainer.parallel.engine.deepspeed_engine import watch_stragglers
-from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
@@ -181,7 +178,7 @@ class Run:
     def _restore(self, engine: Engine) -> Position:
         """Create batches and schedule, and return the position, all restored from the checkpoint if there is one."""
         self.batches = self.task.batches()
-        self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+        self.schedule = self.builder.build_schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
 
@@ -203,14 +200,11 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        is_single = find_choice(engine.module) is None
-        loss = self.builder.build_step_loss(self.loss, engine.module, self.say) if is_single else self.loss
+        loss, stragglers = self.builder.build_step_parts(self.loss, engine, self.say)
         extend_timeouts(collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        options = engine, self.steering, position, steps, count, sample, self.say
-        hooks = self.builder.build_hooks(*options, alone=is_single)
+        hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
         recovery = self.memory.build_recovery(self.ranks.world_size)
-        stragglers = watch_stragglers(engine, self.ranks, self.say) if is_single else None
         parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(
             StepContext(*parts, recovery, self.steering, stragglers),

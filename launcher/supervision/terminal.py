@@ -1,13 +1,11 @@
-"""Show rank 0's output on the user's terminal: through a named pipe, or a file if rank 0 may be on another host.
+"""Show rank 0's output on the user's terminal: it inherits stdout, or writes to a file if it may be on another host.
 
-DeepSpeed's launcher closes inherited descriptors and adds its own lines to the output that it forwards; a pipe or file
-has only the lines of rank 0.
+Other launchers add their own lines to the output that they forward; the file has only the lines of rank 0.
 """
 
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -15,69 +13,23 @@ from typing import Self
 
 from trainer.config.errors import printable
 
-SHOW_CURSOR = b"\x1b[?25h"
 FOLLOW_S = 0.2
 
 
-class _Console:
-    """A path for rank 0's output, which is copied to this process's stdout."""
-
-    def __init__(self, logs: Path, path: Path) -> None:
-        self._logs, self.path = logs, path
-        self._is_lost = False
-
-    def arguments(self) -> list[str]:
-        """Return the options that give a rank this path, and the width of the terminal."""
-        terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
-        return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
-
-    def _show(self, chunk: bytes) -> None:
-        if not _write(chunk) and not self._is_lost:
-            self._is_lost = True
-            with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
-                log.write("standard output can no longer be written; training continues without it\n")
-
-    def __enter__(self) -> Self:
-        return self
+def share_stdout() -> int:
+    """Return a copy of this process's stdout that processes started from now on inherit."""
+    screen = os.dup(1)
+    os.set_inheritable(screen, True)
+    return screen
 
 
-class ConsolePipe(_Console):
-    """A named pipe, copied to this process's stdout until the `with` block ends."""
-
-    def __init__(self, logs: Path) -> None:
-        # Not in the run's folder, because some network file systems have no pipes.
-        self._folder = Path(tempfile.mkdtemp(prefix="zerolora-"))
-        super().__init__(logs, self._folder / "console")
-        os.mkfifo(self.path, 0o600)
-        self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        # This writer keeps the pipe open until rank 0 has opened it and `__exit__` closes it.
-        self._write_fd = os.open(self.path, os.O_WRONLY)
-        os.set_blocking(self._read_fd, True)
-        self._line_is_open = False
-        self._thread = threading.Thread(target=self._copy, name="console", daemon=True)
-        self._thread.start()
-
-    def _copy(self) -> None:
-        while chunk := os.read(self._read_fd, 65536):
-            self._line_is_open = not chunk.endswith(b"\n")
-            self._show(chunk)
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._write_fd)
-        # Returns at once if all writers have ended. The timeout is for ranks that cannot be killed.
-        self._thread.join(timeout=5.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if os.isatty(1):
-            # A rank killed while it showed a progress bar has left the cursor hidden and the line incomplete.
-            _write(SHOW_CURSOR + (b"\n" if self._line_is_open else b""))
-
-
-class ConsoleFile(_Console):
+class ConsoleFile:
     """A file in the run's folder, for rank 0 on any host; appended bytes are copied to this process's stdout."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        super().__init__(logs, self.console_path(logs))
+        self._logs, self.path = logs, self.console_path(logs)
+        self._is_lost = False
         self.path.touch()
         self._shown = self.path.stat().st_size
         self._ended = threading.Event()
@@ -87,6 +39,14 @@ class ConsoleFile(_Console):
     @staticmethod
     def console_path(logs: Path) -> Path:
         return logs.absolute() / "console.log"
+
+    def arguments(self) -> list[str]:
+        """Return the options that give a rank this path, and the width of the terminal."""
+        terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
+        return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
+
+    def __enter__(self) -> Self:
+        return self
 
     def _follow(self) -> None:
         ending = False
@@ -105,11 +65,21 @@ class ConsoleFile(_Console):
                 self._shown += len(chunk)
                 self._show(chunk)
 
+    def _show(self, chunk: bytes) -> None:
+        if not _write(chunk) and not self._is_lost:
+            self._is_lost = True
+            with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
+                log.write("standard output can no longer be written; training continues without it\n")
+
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
-        if os.isatty(1):
-            _write(SHOW_CURSOR)
+
+
+def restore_terminal() -> None:
+    """Show the cursor and clear the incomplete line of a rank that was killed while it showed a progress bar."""
+    if os.isatty(1):
+        _write(b"\r\x1b[2K\x1b[?25h")
 
 
 def say(message: str) -> None:

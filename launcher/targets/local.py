@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainer.config import UserError
 from trainer.config.files import read_text
@@ -85,7 +85,9 @@ class Command:
     ) -> subprocess.Popen[bytes]:
         """Start one process with the variables of a rank; it inherits stdout and stderr if they are None."""
         env = self.environment() | dict(variables)
-        return subprocess.Popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+        # Ranks of this machine inherit the descriptor of `share_stdout`.
+        streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return subprocess.Popen(argv, env=env, **streams, start_new_session=True, close_fds=not self.rank_environments)
 
 
 def build_local_command(

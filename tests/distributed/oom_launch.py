@@ -9,23 +9,23 @@ from pathlib import Path
 
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
-from launcher.supervision.terminal import ConsolePipe
+from launcher.supervision.terminal import share_stdout
 from launcher.targets.local import build_local_command
 from trainer.contract.rendezvous import free_port
 
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]
+    screen = str(share_stdout())
 
     def start(more: Sequence[str]) -> Ending:
-        with ConsolePipe(Path(folder) / "logs") as pipe:
-            command = build_local_command(
-                [shortage, *arguments, f"output_dir={folder}", *more, *pipe.arguments()],
-                gpus=[],
-                num_gpus=2,
-                port=free_port(),
-                module="tests.distributed.oom_rank",
-            )
-            code = Supervisor(command, Path(folder) / "logs").run()
-            return Ending(code, ranks=command.ranks)
+        command = build_local_command(
+            [shortage, *arguments, f"output_dir={folder}", *more, "--console", screen],
+            gpus=[],
+            num_gpus=2,
+            port=free_port(),
+            module="tests.distributed.oom_rank",
+        )
+        code = Supervisor(command, Path(folder) / "logs").run()
+        return Ending(code, ranks=command.ranks)
 
     sys.exit(Restarts(Path(folder), start, max_restarts=0, resumes=False).run())

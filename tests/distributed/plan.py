@@ -11,7 +11,7 @@ def case(name: str, **overrides: Any) -> dict[str, Any]:
 STAGES = (0, 1, 2, 3)
 # Smaller tensors bitsandbytes keeps in 32 bits.
 ADAM8 = {"training__optimizer": "adamw_8bit", "lora__r": 32}
-CHECKPOINTING = ("none", "reentrant", "non_reentrant", "selective")
+CHECKPOINTING = ("none", "non_reentrant", "selective")
 # Every stage with every way of recomputing, and each of these with both adapters and both forwards; all three of layers
 # are in test_layer_shards.py.
 PAIRS: dict[str, tuple[str, int, str, str]] = {
@@ -102,7 +102,6 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
     "packed-2": {"zero__stage": 2, "dataset__packing": True},
     "packed-3": {"zero__stage": 3, "dataset__packing": True},
-    "reentrant": {"zero__stage": 2, "training__gradient_checkpointing": "reentrant"},
     "recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
     "dropout": {"zero__stage": 2, "lora__dropout": 0.3},
     "dropout-again": {"zero__stage": 3, "lora__dropout": 0.3, "training__gradient_checkpointing": "selective"},

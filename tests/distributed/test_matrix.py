@@ -137,7 +137,7 @@ def test_rounded_weights_give_the_same_losses_at_every_stage(
 
 
 def test_rounded_weights_do_not_care_who_gathers_recomputes_or_packs(matrix: Matrix) -> None:
-    for name in ("module", "reentrant", "recomputed"):
+    for name in ("module", "recomputed"):
         assert matrix[f"rounded-{name}"].losses == pytest.approx(matrix["rounded-int4-2"].losses, abs=1e-5), name
     assert matrix["rounded-packed-3"].losses == pytest.approx(matrix["rounded-packed-2"].losses, abs=1e-5)
     # Recomputation draws the same dropout again.
@@ -200,7 +200,7 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
     from trainer.data.batches import evaluation_batches
     from trainer.data.cache import prepare_data
 
-    case = matrix["lora-3-reentrant"]
+    case = matrix["lora-3-non_reentrant"]
     root: Path = case.folder.parent
     tokenizer = AutoTokenizer.from_pretrained(case.folder)
     base = AutoModelForCausalLM.from_pretrained(root / "model")

@@ -23,7 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 OF_ONE: dict[str, dict[str, Any]] = {
     "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
-    "reentrant": {"training__gradient_checkpointing": "reentrant", "ops__flat": False},
     "selective": {"training__gradient_checkpointing": "selective", "ops__backend": "peft"},
 }
 

@@ -27,7 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qlora": {"adapter": "qlora", **BF16},
     "peft": {"ops__backend": "peft", **BF16},
     "recompute": {"training__gradient_checkpointing": "non_reentrant", **BF16},
-    "reentrant": {"training__gradient_checkpointing": "reentrant", **BF16},
     "selective": {"training__gradient_checkpointing": "selective", **BF16},
     "qlora-recompute": {"adapter": "qlora", "training__gradient_checkpointing": "non_reentrant", **BF16},
     "packed": {"dataset__packing": True, **BF16},

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import make_model
-from tests.unit.test_stored_four_bit import FrozenLinearGrouped, adapt, load, logits_and_gradients
+from tests.unit.test_stored_four_bit import adapt, load, logits_and_gradients
+from trainer.model.packed_experts import FrozenLinearGrouped
 
 pytest.importorskip("auto_round", reason="needs the wheel auto-round")
 pytestmark = pytest.mark.nightly

@@ -29,7 +29,7 @@ def main() -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if rank == 0:
-        with open(arguments[arguments.index("--console") + 1], "w") as console:
+        with open(int(arguments[arguments.index("--console") + 1]), "w") as console:
             print(f"console line of {behaviour}", file=console)
     beat = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "step": 7, "phase": "backward"}
     beat |= {"collective": None, "place": None, "collectives_begun": None, "idle_s": 0.0, "stuck": False}

@@ -5,9 +5,6 @@ import pty
 import subprocess
 import sys
 import termios
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ subprocess.run(["echo", "a child"])
 def script(run_dir: Path, body: str, *, rank: int = 0, path: str | None = None, options: str = "") -> list[str]:
     """A process that opens the console before anything else and then runs `body`."""
     opening = (
-        "import trainer.monitor.console as module\nfrom pathlib import Path\nmodule.READER_PATIENCE_S = 0.2\n"
+        "import trainer.monitor.console as module\nfrom pathlib import Path\n"
         f"console = module.open_console(Path({str(run_dir)!r}), {rank}, {path!r}{options})\n"
     )
     return [sys.executable, "-c", opening + body]
@@ -85,18 +82,13 @@ def test_a_later_run_appends_to_the_log(tmp_path: Path) -> None:
     assert log.count("== 2") == 2  # a heading with the date for each
 
 
-def test_a_pipe_counts_as_a_terminal_of_the_width_given(tmp_path: Path) -> None:
-    fifo = tmp_path / "console"
-    os.mkfifo(fifo)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
-    reader.start()
+def test_a_file_counts_as_a_terminal_of_the_width_given(tmp_path: Path) -> None:
+    target = tmp_path / "console"
     body = "console.print('[red]x[/red] ' + str(console.width) + str(console.is_terminal))\nconsole.rule()"
-    finished = run(script(tmp_path, body, path=str(fifo), options=", width=57, terminal=True"))
-    reader.join(timeout=300)
+    finished = run(script(tmp_path, body, path=str(target), options=", width=57, terminal=True"))
     assert finished.stdout == ""
-    assert "\x1b[31mx\x1b[0m 57True" in received[0]
-    assert "─" * 57 in received[0] and "─" * 58 not in received[0]
+    assert "\x1b[31mx\x1b[0m 57True" in target.read_text()
+    assert "─" * 57 in target.read_text() and "─" * 58 not in target.read_text()
 
 
 def test_a_plain_file_is_no_terminal_and_is_appended_to(tmp_path: Path) -> None:
@@ -107,29 +99,16 @@ def test_a_plain_file_is_no_terminal_and_is_appended_to(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
-    fifo = tmp_path / "console"
-    os.mkfifo(fifo)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    reader, writer = os.pipe()
     body = "console.print('one')\ninput()\nconsole.print('two')\nconsole.print('three')"
-    process = subprocess.Popen(script(tmp_path, body, path=str(fifo)), cwd=ROOT, stdin=subprocess.PIPE)
-    received = b""
-    while b"one\n" not in received:
-        assert process.poll() is None
-        with suppress(BlockingIOError):
-            received += os.read(reader, 100)
-        time.sleep(0.01)
+    command = script(tmp_path, body, path=str(writer))
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[writer])
+    os.close(writer)
+    assert os.read(reader, 100) == b"one\n"
     os.close(reader)
     process.communicate(b"\n", timeout=300)
     assert process.returncode == 0
     assert log_of(tmp_path).endswith("two\nthree\n")
-
-
-def test_a_pipe_without_a_reader_does_not_stop_the_start(tmp_path: Path) -> None:
-    fifo = tmp_path / "console"
-    os.mkfifo(fifo)
-    finished = run(script(tmp_path, "console.print('into the log')", path=str(fifo)))
-    assert finished.returncode == 0
-    assert "into the log" in log_of(tmp_path)
 
 
 def test_a_real_terminal_keeps_its_width_and_colours(tmp_path: Path) -> None:

@@ -349,7 +349,6 @@ def test_tokens_must_be_known() -> None:
         ("scu.every=0", "scu.every=0"),
         ("adapter=none", "scu.enabled=true: the controller needs an adapter"),
         ("scu.lambda_start=2e4", "scu.lambda_start=20000.0"),
-        ("training.gradient_checkpointing=reentrant", "training.gradient_checkpointing=reentrant"),
         ("scu.law=published scu.target=auto", "scu.target=auto"),
         ("scu.reference=x.jsonl", "scu.reference=x.jsonl: has no effect, because scu.measure is delta"),
         ("scu.measure=kl scu.reference=x.jsonl scu.law=published", "scu.law=published"),

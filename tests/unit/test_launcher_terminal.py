@@ -1,4 +1,4 @@
-"""The pipe, or the file, from rank 0 to the terminal."""
+"""The descriptor, or the file, from rank 0 to the terminal."""
 
 import os
 import pty
@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
-PROGRAM = """
-import os
-from pathlib import Path
-from launcher.supervision.terminal import ConsolePipe
-with ConsolePipe(Path()) as pipe:
-    with open(pipe.path, "w") as rank:
-        print("arguments", pipe.arguments()[2:], file=rank)
-        rank.write("\\x1b[?25lhalf a bar")
-assert not os.path.exists(pipe.path)
+PROGRAM = r"""
+import subprocess, sys
+from launcher.supervision.terminal import restore_terminal, share_stdout
+from launcher.targets.local import Command
+rank = "import os, sys; os.write(int(sys.argv[1]), b'one line\\n\\x1b[?25lhalf a bar')"
+command = Command((sys.executable, "-c", rank, str(share_stdout())), 1, {}, (), ({},))
+[process] = command.start(subprocess.DEVNULL, subprocess.DEVNULL)
+assert process.wait() == 0
+restore_terminal()
 """
 FOLLOWS = """
 import sys, time
@@ -35,10 +35,9 @@ with ConsoleFile(Path(sys.argv[1])) as console:
 """
 
 
-def test_ranks_know_the_terminal_and_it_is_restored() -> None:
+def test_a_rank_writes_to_the_terminal_which_is_restored() -> None:
     main_fd, side_fd = pty.openpty()
-    environment = os.environ | {"COLUMNS": "97"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, env=environment, stdout=side_fd)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stdout=side_fd)
     os.close(side_fd)
     shown = b""
     try:
@@ -47,25 +46,25 @@ def test_ranks_know_the_terminal_and_it_is_restored() -> None:
     except OSError:
         pass  # how Linux says that the other side has closed
     assert process.wait(timeout=300) == 0
-    assert b"['--console-width', '97', '--console-tty']" in shown
-    # A rank was killed while it showed a progress bar: the cursor is restored and the prompt gets its own line.
-    assert shown.endswith(b"half a bar\x1b[?25h\r\n")
+    # A rank was killed while it showed a progress bar: its line is cleared, and the cursor is shown.
+    assert shown == b"one line\r\n\x1b[?25lhalf a bar\r\x1b[2K\x1b[?25h"
 
 
-def test_a_file_is_no_terminal(tmp_path: Path) -> None:
+def test_a_rank_writes_to_a_file_of_the_launcher(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("wb") as file:
         subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stdout=file, check=True, timeout=300)
-    assert out.read_bytes() == b"arguments []\n\x1b[?25lhalf a bar"
+    assert out.read_bytes() == b"one line\n\x1b[?25lhalf a bar"
 
 
-def test_a_closed_output_does_not_stop_the_run(tmp_path: Path) -> None:
-    program = PROGRAM.replace('"half a bar"', '"half a bar" * 100_000') + f"\nopen({str(tmp_path / 'done')!r}, 'w')\n"
-    reader, writer = os.pipe()
-    os.close(reader)
-    subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=writer, check=True, timeout=300)
-    os.close(writer)
-    assert (tmp_path / "done").exists()
+def test_a_rank_is_told_the_width_of_the_terminal(tmp_path: Path) -> None:
+    main_fd, side_fd = pty.openpty()
+    program = FOLLOWS.partition("    with")[0] + "    print(console.arguments()[2:])"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"COLUMNS": "97"}, stdout=side_fd, check=True, timeout=300)
+    assert b"['--console-width', '97', '--console-tty']" in os.read(main_fd, 4096)
+    os.close(side_fd)
+    os.close(main_fd)
 
 
 def test_a_file_is_followed_where_its_server_was_away(tmp_path: Path) -> None:

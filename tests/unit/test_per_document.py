@@ -96,16 +96,6 @@ def test_attention_without_positions_keeps_documents_apart() -> None:
     undo(model)
 
 
-def test_reentrant_recomputation_keeps_documents_apart() -> None:
-    ours, expected = (
-        (model := adapted("lfm2", recomputed), loss := TokenLoss(model), separate_documents(loss, model, 0, CPU))[:2]
-        for recomputed in ("reentrant", "none")
-    )
-    batch = collate(packs(), 0, packed=True, flat=False)
-    (_, found), (_, gradient) = (learn(loss, model, [batch]) for model, loss in (ours, expected))
-    assert torch.allclose(found, gradient, rtol=1e-9, atol=1e-12)
-
-
 def test_layers_use_their_kernels_only_where_these_keep_documents_apart() -> None:
     """LFM2's convolution gets bounds; in Zamba a scan follows that ignores them, by one part in a million."""
     for kind, by_kernels in (("lfm2", True), ("zamba", False)):

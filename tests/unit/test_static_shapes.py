@@ -157,7 +157,6 @@ REFUSED = {
     "ops.flat=false": "a separate gradient",
     "zero.stage=3": "gathers weights",
     "training.torch_compile=true": "its own graphs",
-    "training.gradient_checkpointing=reentrant": "reentrant",
     "training.router_aux_loss=0.1": "second result",
     "training.qat=int8": "on the host",
 }

@@ -83,14 +83,14 @@ def test_a_version_is_named_with_its_hosts() -> None:
     reports[2] = replace(reports[2], values=FACTS | {"torch": "2.11.0"})
     reports[3] = replace(reports[3], values=FACTS | {"torch": "2.11.0"})
     reported = find_differences(reports)
-    assert reported == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
+    assert reported == [("torch differs: 2.13.0 on n1, n3; 2.11.0 on n2", "install one version of torch on all hosts")]
 
 
 def test_a_missing_package_and_other_code_and_another_configuration() -> None:
     reports = world()
     values = {name: value for name, value in FACTS.items() if name != "deepspeed"}
     reports[4] = replace(reports[4], values=values | {"code": "0.1.0+bb", "configuration": "dd"})
-    reported = "\n".join(find_differences(reports))
+    reported = "\n".join(map("; ".join, find_differences(reports)))
     assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in reported
     assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in reported
     assert "configuration differs: cc on n1, n2, n3; dd on n3; give every rank the same file" in reported
@@ -99,16 +99,14 @@ def test_a_missing_package_and_other_code_and_another_configuration() -> None:
 def test_a_host_without_its_gpu() -> None:
     reports = world()
     reports[1] = replace(reports[1], device="cpu", device_id="")
-    assert (
-        "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; run `zerolora doctor`"
-        in find_differences(reports)[0]
-    )
+    (problem, fix), *_ = find_differences(reports)
+    assert problem == "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1" and "`zerolora doctor`" in fix
 
 
 def test_two_ranks_on_one_gpu() -> None:
     reports = world()
     reports[3] = replace(reports[3], device_id="GPU-2")
-    assert find_differences(reports) == ["ranks 2, 3 on n2 use the same GPU; start one rank per GPU"]
+    assert find_differences(reports) == [("ranks 2, 3 on n2 use the same GPU", "start one rank per GPU")]
 
 
 def test_many_hosts_are_cut_short() -> None:

@@ -13,6 +13,7 @@ import xxhash
 
 from trainer.config import ModelSection
 from trainer.config.files import find_json, read_json
+from trainer.model.model_source import cached_file
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import INDEX, Index
 
@@ -39,10 +40,10 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
         _add_file(digest, folder, "")
         return {"weights": digest.hexdigest()}
     if not folder.is_dir():
-        cached = find_cached_folder(base_model, "config.json", section.revision or "main")
+        cached = cached_file(base_model, "config.json", section.revision)
         if cached is None:
             return {}
-        folder = cached
+        folder = cached.parent
         fingerprint["commit"] = folder.name
     if (folder / PIPELINE).is_file():
         return fingerprint | _hash_denoiser(folder) | _hash_frozen_parts(folder)
@@ -61,9 +62,9 @@ def _find_external_code(folder: Path) -> dict[str, Path]:
     settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
     references = re.findall(r"'([^']+)--(\w+)\.", str([section.get("auto_map") for section in settings]))
     return {
-        f"{repository}/": cached
+        f"{repository}/": cached.parent
         for repository, module in references
-        if (cached := find_cached_folder(repository, f"{module}.py", "main"))
+        if (cached := cached_file(repository, f"{module}.py", None))
     }
 
 
@@ -104,18 +105,6 @@ def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
         if key in one and key in other:
             return one[key] == other[key]
     return None
-
-
-def find_cached_folder(name: str, file: str, revision: str) -> Path | None:
-    """Return the folder in the hub's cache that contains a file of a repository; None if it is not cached."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:
-        return None
-    return Path(path).parent if isinstance(path, str) else None
 
 
 def _find_weight_files(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, find_changed_files
-from trainer.checkpoint.base_fingerprint import find_cached_folder, find_changed_part, fingerprint_base, is_same_base
+from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base, is_same_base
 from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
@@ -24,6 +24,7 @@ from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
+from trainer.model.model_source import cached_file
 
 ALLOW = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
@@ -245,11 +246,11 @@ def _normalize_value(name: str, value: Any) -> Any:
 
 def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     """Return the settings of the initial adapter; empty if it is not on this machine yet."""
-    folder: Path | None = Path(adapter_path).expanduser()
-    if folder is not None and not folder.exists():
-        folder = find_cached_folder(adapter_path, SETTINGS, "main")
-    if folder is None:
-        return {}
+    folder = Path(adapter_path).expanduser()
+    if not folder.exists():
+        if (cached := cached_file(adapter_path, SETTINGS, None)) is None:
+            return {}
+        folder = cached.parent
     saved = read_adapter_settings(folder)
     settings = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")

@@ -28,7 +28,7 @@ from trainer.config.types import (
 
 FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
 """Settings in steps that may be a fraction of the run -> the setting that replaces them without max_steps."""
-_CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
+_CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "selective", True, False, None]}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _parse_checkpointing(value: Any) -> Any:
         value = value in ("on", "yes")
     if value is None or isinstance(value, bool):
         return "non_reentrant" if value else "none"
-    return value
+    return "non_reentrant" if value == "reentrant" else value  # was a slower way to compute the same
 
 
 def _check_shard_within(value: Any) -> Any:
@@ -163,7 +163,7 @@ class TrainingSection(Section):
     Activations are not rounded. `zerolora merge --quantize` writes the rounded weights; needs
     `pip install torchao compressed-tensors`."""
     gradient_checkpointing: Annotated[
-        Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
+        Literal["none", "non_reentrant", "selective", "auto"],
         BeforeValidator(_parse_checkpointing),
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         # For ranks on other hosts, the console file is in the logs of the run.
-        return _refuse(error, ranks, Path(arguments.console).parent if arguments.console else None)
+        return _refuse(error, ranks, None if (arguments.console or "1").isdecimal() else Path(arguments.console).parent)
     run_dir = Path(loaded.config.output_dir)
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
@@ -156,7 +156,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lock", help="token of the launcher's lock on the output folder")
     parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
-    parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
+    parser.add_argument("--console", help="file or descriptor for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")
     return parser.parse_intermixed_args(argv)

@@ -86,7 +86,7 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tup
         merge_size = config.image_size // config.patch_size // tokens**0.5
     patches = int(image_tokens * merge_size**2) * work.element
     layer = patches * sum(module.in_features + module.out_features for module in linear)
-    recomputed = work.training.gradient_checkpointing in ("non_reentrant", "reentrant")
+    recomputed = work.training.gradient_checkpointing == "non_reentrant"
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 
 

@@ -241,7 +241,7 @@ def _choose_recomputed_results(config: RunConfig, machine: Machine) -> Decision[
 
 def _choose_attention_again(config: RunConfig) -> Decision[bool]:
     training = config.training
-    if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
+    if training.gradient_checkpointing != "non_reentrant":
         return Decision(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
     if not training.recompute_attention:
         where = "in host memory" if training.offload_activations else "on the device"

@@ -70,34 +70,19 @@ def quantize_linear(linear: nn.Module, section: QuantizationSection, compute_dty
     The storage type is uint8, because the 16-bit engine converts float parameters and would destroy the bits.
     """
     assert isinstance(linear, nn.Linear)
-    device = linear.weight.device
+    options: dict[str, Any] = {
+        "compress_statistics": section.double_quant,
+        "quant_type": section.quant_type,
+        "quant_storage": torch.uint8,
+    }
+    sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
     with torch.device("meta"):
-        layer = FrozenLinear4bit(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            compute_dtype=compute_dtype,
-            compress_statistics=section.double_quant,
-            quant_type=section.quant_type,
-            quant_storage=torch.uint8,
-        )
-    packed, state = quantize_4bit(
-        linear.weight.data.to(compute_dtype),
-        blocksize=section.block_size,
-        compress_statistics=section.double_quant,
-        quant_type=section.quant_type,
-        quant_storage=torch.uint8,
-    )
+        layer = FrozenLinear4bit(*sizes, bias=has_bias, compute_dtype=compute_dtype, **options)
+    options["blocksize"] = section.block_size
+    packed, state = quantize_4bit(linear.weight.data.to(compute_dtype), **options)
+    packed = packed.to(linear.weight.device)
     layer.weight = Params4bit(
-        packed.to(device),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=section.block_size,
-        compress_statistics=section.double_quant,
-        quant_type=section.quant_type,
-        quant_storage=torch.uint8,
-        module=layer,
-        bnb_quantized=True,
+        packed, requires_grad=False, quant_state=state, module=layer, bnb_quantized=True, **options
     )
     layer.quant_state = state
     layer.bias = linear.bias

@@ -137,6 +137,17 @@ def check_config_file(base_model: str) -> None:
         )
 
 
+def cached_file(name: str, file: str, revision: str | None) -> Path | None:
+    """Return a file of a repository in the hub's cache; None if it is not cached."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        path = try_to_load_from_cache(name, file, revision=revision)
+        return Path(path) if isinstance(path, str) else None
+    return None
+
+
 def read_settings(prefix: str, file: Path, shape: Any) -> Any:
     """Read a settings file of a model. Raises UserError, beginning with `prefix`, if it is invalid."""
     try:

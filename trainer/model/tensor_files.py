@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from trainer.config import ModelSection, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.model.model_source import cached_file
 
 STEM = "model"
 WEIGHTS = f"{STEM}.safetensors"
@@ -137,16 +138,13 @@ def _describe_damage(file: Path, error: UnreadableFile) -> str:
 
 def has_local_weights(base_model: str, section: ModelSection) -> bool:
     """Return whether the weights are in a folder or the hub's cache, so that no download is needed."""
-    from huggingface_hub import try_to_load_from_cache
-
     if Path(base_model).is_dir():
         return True
-    revision = section.revision or "main"
-    index = try_to_load_from_cache(base_model, INDEX, revision=revision)
-    if not isinstance(index, str):
-        return isinstance(try_to_load_from_cache(base_model, WEIGHTS, revision=revision), str)
+    index = cached_file(base_model, INDEX, section.revision)
+    if index is None:
+        return cached_file(base_model, WEIGHTS, section.revision) is not None
     # Missing files are downloaded when the model is loaded.
-    return all((Path(index).parent / name).exists() for name in _read_index(Path(index), f"base_model={base_model}"))
+    return all((index.parent / name).exists() for name in _read_index(index, f"base_model={base_model}"))
 
 
 def _find_folder(base_model: str, section: ModelSection) -> Path:

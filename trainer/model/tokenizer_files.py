@@ -11,12 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from trainer.config import ModelSection, UserError
 from trainer.config.files import parse_json, read_bytes
 from trainer.model.base import load_tokenizer
+from trainer.model.model_source import cached_file
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -59,13 +57,10 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 def _read_source_files(source: str, revision: str | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in names if source else ():
-        path: Any = Path(source, name)
-        if not Path(source).is_dir():
-            with suppress(HFValidationError):
-                path = try_to_load_from_cache(source, name, revision=revision)
-        if isinstance(path, str | Path):  # otherwise the repository has no such file
+        path = Path(source, name) if Path(source).is_dir() else cached_file(source, name, revision)
+        if path is not None:  # otherwise the repository has no such file
             with suppress(FileNotFoundError):
-                files[name] = read_bytes(Path(path))
+                files[name] = read_bytes(path)
     return files
 
 

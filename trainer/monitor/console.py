@@ -5,10 +5,8 @@ warnings, log records and messages of C++ and NCCL go there. Only the Console re
 the terminal, and only on rank 0.
 """
 
-import errno
 import faulthandler
 import os
-import stat
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,6 @@ from trainer.config.errors import format_count
 from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
-READER_TIMEOUT_S = 10.0
 MAX_REPEATED = 10
 """Maximum number of warnings printed again at the end of a run."""
 
@@ -65,8 +62,9 @@ def open_console(
 ) -> Console:
     """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
-    Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which is treated as a terminal of
-    `width` columns if `terminal` is set. Other ranks write to their log. Call this once, before importing torch.
+    Rank 0 writes to the original stdout, or to `console_path`: the number of an inherited descriptor, or a file, which
+    is treated as a terminal of `width` columns if `terminal` is set. Other ranks write to their log. Call this once,
+    before importing torch.
 
     Raises OSError if the log or `console_path` cannot be opened.
     """
@@ -82,7 +80,7 @@ def open_console(
 
     if screen_fd is None:
         return _build_console(_Screen(1, terminal=False), LOG_WIDTH)
-    is_terminal = os.isatty(screen_fd) if console_path is None else terminal
+    is_terminal = terminal or os.isatty(screen_fd)
     if width is None:
         # Query the terminal itself: rich would query descriptors 0 to 2, two of which are now the log.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
@@ -163,26 +161,13 @@ def _build_console(screen: _Screen | TextIO, width: int) -> Console:
     )
 
 
-def _open_screen(console_path: str | None) -> int | None:
-    """Return the descriptor for zerolora's output; None if `console_path` is a FIFO without a reader."""
+def _open_screen(console_path: str | None) -> int:
+    """Return the descriptor for zerolora's output."""
     if console_path is None:
         return os.dup(1)
-    if not os.path.exists(console_path) or not stat.S_ISFIFO(os.stat(console_path).st_mode):
-        return os.open(console_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + READER_TIMEOUT_S
-    while True:
-        try:
-            # A blocking open would wait forever if the reader has died.
-            fd = os.open(console_path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        else:
-            os.set_blocking(fd, True)
-            return fd
+    if console_path.isdecimal():
+        return int(console_path)
+    return os.open(console_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def append_output_to(log: Path) -> None:

@@ -289,19 +289,8 @@ def window_attention(
         options = {"scaling": scaling, "dropout": dropout, "is_causal": False}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
     assert max_length_q is not None
-    bounds = cu_seq_lens_q.int()
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
-        bounds,
-        bounds,
-        max_length_q,
-        max_length_q,
-        dropout,
-        False,  # not causal
-        False,  # no debug mask
-        scale=scaling,
-    )
-    return out.unsqueeze(0), None
+    bounds = cu_seq_lens_q.int(), cu_seq_lens_q.int(), max_length_q
+    return _flash_attention(query, key, value, *bounds, scaling, dropout, causal=False).unsqueeze(0), None
 
 
 def _attend_varlen(
@@ -322,21 +311,23 @@ def _attend_varlen(
         key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
     if not has_flash(query.device, query.dtype):
         return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
-    # The operator that varlen_attn calls. In torch 2.11 varlen_attn copies shared key heads.
+    sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return _flash_attention(query, key, value, cu_seqlens, key_seqlens, max_seqlen, scaling, dropout, **sides)
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
+    longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
+) -> torch.Tensor:  # fmt: skip
+    """Call the operator of varlen_attn, which itself copies shared key heads in torch 2.11; [T, heads, head_dim].
+
+    The last query of a document belongs to its last key.
+    """
+    tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    lengths = bounds, key_bounds, longest, longest
+    options: dict[str, Any] = {"is_causal": causal, "return_debug_mask": False, "scale": scaling, **window}
     out: torch.Tensor
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
-        cu_seqlens,
-        key_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout,
-        True,  # causal: the last query of a document belongs to its last key
-        False,  # no debug mask
-        scale=scaling,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
-    )
+    out, *_ = torch.ops.aten._flash_attention_forward(*tensors, *lengths, dropout, **options)
     return out
 
 

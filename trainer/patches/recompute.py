@@ -1,8 +1,8 @@
 """Set up gradient checkpointing: recompute parts of the model in the backward pass, and keep only their inputs.
 
-non_reentrant, reentrant   recompute every decoder layer, or the first ones
-selective                  recompute the MLP of every layer, which has most of its activations, but not attention
-offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
+non_reentrant         recompute every decoder layer, or the first ones
+selective             recompute the MLP of every layer, which has most of its activations, but not attention
+offload_activations   keep the inputs in pinned host memory; copies overlap with the computation
 """
 
 from collections import deque
@@ -45,10 +45,6 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     mode = training.gradient_checkpointing
     if mode == "none":
         return None
-    if mode == "reentrant":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        model.enable_input_require_grads()
-        return "recomputed in the backward pass: every layer (reentrant)"
     offload = HostCopies() if training.offload_activations else None
     run, storage = _choose_run(model, training, offload), "on the device"
     if offload is not None:

@@ -28,13 +28,20 @@ from trainer.monitor.hooks import (
 )
 from trainer.monitor.profiler import StepProfiler
 from trainer.parallel.engine.adapter_choice import find_choice
-from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning, build_deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import (
+    DTYPES,
+    announce_partitioning,
+    build_deepspeed_config,
+    start_engine,
+    watch_stragglers,
+)
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base, install_on_engine
@@ -124,8 +131,23 @@ class Builder:
             self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
-    def build_step_loss(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
-        """Return the loss of training steps, which replays CUDA graphs if the settings and the model allow it."""
+    def build_schedule(self, engine: Engine, total_steps: int) -> Any:
+        """Return the schedule of the learning rate."""
+        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
+
+    def build_step_parts(
+        self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
+    ) -> tuple[StepLoss, StragglerWatch | None]:
+        """Return the loss of training steps, and the measurement of this rank's own time.
+
+        The loss replays CUDA graphs if the settings and the model allow it. A run that shares its passes with other
+        adapters has neither.
+        """
+        if find_choice(engine.module) is not None:
+            return loss, None
+        return self._graphed(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
+
+    def _graphed(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
@@ -135,16 +157,15 @@ class Builder:
     def build_hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
         skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
-        *, alone: bool = True,
     ) -> list[Hook]:  # fmt: skip
         """Return the hooks of the steps on this rank, in the order of their calls.
 
-        `skipped` returns the skipped records by source, and `sample` generates samples at a step. A run that is not
-        `alone` shares its passes with other adapters, and only has hooks for its own data and losses.
+        `skipped` returns the skipped records by source, and `sample` generates samples at a step. A run
+        that shares its passes with other adapters only has hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
         spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
-        if not alone:
+        if find_choice(model) is not None:
             return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
         profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [

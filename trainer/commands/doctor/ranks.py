@@ -163,8 +163,7 @@ def _is_listed(file: Path) -> bool:
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that the code and package versions are the same on all hosts."""
     problems = find_differences(reports)
-    for line in problems:
-        problem, _, fix = line.rpartition("; ")
+    for problem, fix in problems:
         yield Check("versions", "FAIL", problem, fix)
     if not problems:
         hosts = len({report.host for report in reports})

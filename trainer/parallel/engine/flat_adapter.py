@@ -299,8 +299,6 @@ def find_flat_problem(config: Any) -> str | None:
         return f"training.optimizer={config.training.optimizer} needs separate matrices"
     if engine_zero(config).stage == 3:
         return "DeepSpeed's stage 3 partitions every parameter separately"
-    if config.training.gradient_checkpointing == "reentrant":
-        return "reentrant checkpointing runs a separate backward pass for every layer"
     if config.training.torch_compile:
         return "torch.compile traces each layer's own weights"
     return None

@@ -153,9 +153,9 @@ def compute_code_version() -> str:
     return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 
-def find_differences(reports: Sequence[Report]) -> list[str]:
-    """Return an error message with the hosts for everything that differs between ranks; empty if nothing does."""
-    messages = []
+def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:
+    """Return (problem, fix) for everything that differs between ranks, with the hosts; empty if nothing does."""
+    found = []
     names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
@@ -169,8 +169,8 @@ def find_differences(reports: Sequence[Report]) -> list[str]:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
             values = "; ".join(f"{value} on {_join_names(dict.fromkeys(where))}" for value, where in ordered)
             fix = FIXES.get(name, f"install one version of {name} on all hosts")
-            messages.append(f"{name} differs: {values}; {fix}")
-    return messages + _find_shared_devices(reports)
+            found.append((f"{name} differs: {values}", fix))
+    return found + _find_shared_devices(reports)
 
 
 def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
@@ -185,13 +185,13 @@ def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str
     ]
 
 
-def _find_shared_devices(reports: Sequence[Report]) -> list[str]:
+def _find_shared_devices(reports: Sequence[Report]) -> list[tuple[str, str]]:
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for report in reports:
         if report.device_id:
             users[report.host, report.device_id].append(report.rank)
     return [
-        f"ranks {_join_names(map(str, ranks))} on {host} use the same GPU; start one rank per GPU"
+        (f"ranks {_join_names(map(str, ranks))} on {host} use the same GPU", "start one rank per GPU")
         for (host, _), ranks in users.items()
         if len(ranks) > 1
     ]
@@ -221,7 +221,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
                 f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
-        "wrong": "\n".join(find_differences(reports) + find_unshared_folder(reports, output_dir)),
+        "wrong": "\n".join([*map("; ".join, find_differences(reports)), *find_unshared_folder(reports, output_dir)]),
         "summary": format_summary(reports),
         "hosts": str(len({report.host for report in reports})),
     }

@@ -16,7 +16,7 @@ from trainer.config.files import UnreadableFile, read_json, read_safetensors_hea
 from trainer.config.yaml_core import read_yaml
 from trainer.data.built_folder import load_or_build
 from trainer.data.sources import disable_retries_without_network
-from trainer.model.model_source import build_load_error, check_source
+from trainer.model.model_source import build_load_error, cached_file, check_source
 from trainer.model.published_shapes import is_random, parse_name
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
@@ -60,7 +60,7 @@ def is_pipeline(name: str, section: ModelSection) -> bool:
     """Return whether a model is an image pipeline, judging by local files only."""
     if find_published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
-    return not Path(name).exists() and _find_cached(name, section, INDEX) is not None
+    return not Path(name).exists() and cached_file(name, INDEX, section.revision) is not None
 
 
 @dataclass(frozen=True)
@@ -306,17 +306,6 @@ def _convert(file: Path, section: ModelSection) -> Path:
     target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
     with _reading(prefix, f"as {family.pipeline}"):
         return load_or_build(target, build, lambda folder: folder)[0]
-
-
-def _find_cached(name: str, section: ModelSection, file: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, file, revision=section.revision or "main")
-    except HFValidationError:
-        return None
-    return found if isinstance(found, str) else None
 
 
 def _read_json(file: Path, prefix: str, shape: Any = dict[str, Any]) -> Any:

@@ -40,9 +40,9 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         yield "adapter=none: not supported for image models; use lora or qlora"
     for setting in find_other_task_settings(config, "image"):
         yield f"{setting.name}={shown(setting.value)}: only for language models; remove it"
-    if training.gradient_checkpointing in ("reentrant", "selective"):
+    if training.gradient_checkpointing == "selective":
         problem = "image models are recomputed block by block"
-        yield f"training.gradient_checkpointing={training.gradient_checkpointing}: {problem}; use non_reentrant"
+        yield f"training.gradient_checkpointing=selective: {problem}; use non_reentrant"
     if layers := training.gradient_checkpointing_layers:
         yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
     if config.lora.modules_to_save:
