@@ -154,9 +154,10 @@ def test_a_base_in_four_bits_trains_alike_at_every_stage(family: str, runs: Matr
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_has_the_losses_of_plain_peft_at_stages_2_and_3(family: str, tmp_path: Path) -> None:
-    changes = {name: own for name, own in STAGES.items() if family != "lfm2_vl" or name not in NF4}  # it refuses NF4
+    changes = {name: change for name, change in STAGES.items() if family != "lfm2_vl" or name not in NF4}  # it refuses NF4
     runs = run_all(tmp_path, family, changes=changes)
-    wanted = {name: expected(runs, f"{family}-{name}") for name in ("stage2", "packed3", "nf4-2") if name in changes}
+    own: tuple[str, ...] = ("stage2", "packed3", "nf4-2")
+    wanted = {name: expected(runs, f"{family}-{name}") for name in own if name in changes}
     for name in changes:
         like = "nf4-2" if name in NF4 else {"stage3": "stage2"}.get(name, name)
         assert runs[f"{family}-{name}"].losses == pytest.approx(wanted[like], rel=1e-5), name

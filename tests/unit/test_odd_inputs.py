@@ -21,7 +21,7 @@ from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
 from launcher.targets.slurm import read_allocation
 from tests.families import save_family
-from tests.runs_in_process import make_ground
+from tests.runs_in_process import make_ground, train
 from tests.unit.test_after_run import make_run
 from tests.vision import make_vision_model
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
@@ -893,6 +893,15 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_before_weights_are_load
     with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
         words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
         prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_an_initial_adapter_with_a_larger_embedding_fits(tmp_path: Path) -> None:
+    """The embedding of the base grows to the tokenizer once its weights are loaded."""
+    ground, tokens = make_ground(tmp_path), [f"<t{number}>" for number in range(80)]
+    in_full = ["embed_tokens", "lm_head"]
+    train(ground, model__added_tokens=tokens, lora__modules_to_save=in_full, training__max_steps=1)
+    words = [f"lora.adapter_path={ground / 'run'}", f"model.tokenizer={ground / 'run'}"]
+    prepare(load_config(ground / "base.yaml", [*words, f"output_dir={tmp_path / 'second'}"]).config)
 
 
 def test_standard_input_without_a_prompt_is_a_mistake(

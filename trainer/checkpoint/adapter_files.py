@@ -120,7 +120,9 @@ class AdapterForm:
                 f"{name.removesuffix(end)}.{adapter}.weight" if name.endswith(end) else name for name in trained
             ]
             numbers = {name: torch.tensor([number]) for number, name in enumerate(peft_names)}
-            model.save_pretrained(folder, state_dict=numbers, selected_adapters=[adapter])
+            # PEFT would write a second copy of a grown embedding, under a name that it does not load.
+            options = {"selected_adapters": [adapter], "save_embedding_layers": False}
+            model.save_pretrained(folder, state_dict=numbers, **options)
             saved_folder = Path(folder) if adapter == DEFAULT else Path(folder, adapter)
             saved = load_file(saved_folder / WEIGHTS)
             stored_names = map_saved_names(model, saved)

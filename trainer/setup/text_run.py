@@ -156,8 +156,9 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    initial = read_initial_adapter(config)
-    if initial and initial.get("init_lora_weights", True) is True:  # others compute with the weights
+    initial, rows = read_initial_adapter(config), empty.config.get_text_config().vocab_size
+    # Other initializations compute with the weights, and the embedding of an empty model does not grow.
+    if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
