@@ -1,6 +1,7 @@
 """Adapters that are trained together: failures, early stopping, ends and resumption of each for itself."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 from tests.runs_in_process import make_ground, train
 from trainer.entry.joint_run import JointRun
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
+from trainer.patches import many_adapters
+from trainer.patches.loss_head import TokenLoss
 
 EXACT = 1e-6
 SLOW: dict[str, Any] = {"name": "slow"}
@@ -29,8 +32,8 @@ def together(ground: Path, name: str, adapters: list[dict[str, Any]], **override
     return folder
 
 
-def alone(ground: Path, name: str, adapter: dict[str, Any], **overrides: Any) -> Path:
-    own = {key.replace(".", "__"): value for key, value in adapter.items() if key != "name"}
+def alone(ground: Path, name: str, entry: dict[str, Any], **overrides: Any) -> Path:
+    own = {key.replace(".", "__"): value for key, value in entry.items() if key != "name"}
     train(ground, output_dir=str(ground / name), ops__backend="reference", **overrides, **own)
     return ground / name
 
@@ -76,6 +79,37 @@ def test_a_nan_in_one_adapter_touches_no_other(ground: Path, monkeypatch: pytest
     assert len(losses(ground / name / "fast")) == 2
     assert not (ground / name / "fast" / "adapter_model.safetensors").exists()
     assert (ground / name / "fast" / "checkpoint-2" / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_a_nan_in_the_loss_of_one_of_equal_adapters_touches_no_other(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Equal adapters are computed together with the frozen product."""
+    by_part, fused = TokenLoss.by_part, many_adapters.fused_group
+    calls: list[int] = []
+
+    def poison(self: TokenLoss, *arguments: Any) -> torch.Tensor:
+        losses = by_part(self, *arguments)
+        factors = [math.nan if index == 1 and calls.count(-1) == 2 else 1.0 for index in range(len(losses))]
+        calls.append(-1)
+        return losses * torch.tensor(factors)
+
+    def count(x: torch.Tensor, weights: Any, bundle: Any, *factors: Any) -> list[torch.Tensor]:
+        calls.append(bundle.count)
+        return fused(x, weights, bundle, *factors)
+
+    monkeypatch.setattr(TokenLoss, "by_part", poison)
+    monkeypatch.setattr(many_adapters, "fused_group", count)
+    twin = {"name": "twin", "seed": 5, "training.learning_rate": 3e-3}
+    with pytest.raises(FloatingPointError, match="1 of 3 adapters failed: twin"):
+        together(ground, f"equal-{kind}", [SLOW, twin, LATE], adapter=kind)
+    monkeypatch.undo()
+    assert {2, 3} <= set(calls), "all three, and then the two that are left"
+    for each in (SLOW, LATE):
+        alone(ground, f"alone-{kind}-{each['name']}", each, adapter=kind)
+        assert_equal(ground / f"equal-{kind}" / each["name"], ground / f"alone-{kind}-{each['name']}")
+    assert len(losses(ground / f"equal-{kind}" / "twin")) == 2
 
 
 def test_a_resumed_run_continues_each_adapter_with_others_around_it(ground: Path, references: dict[str, Path]) -> None:

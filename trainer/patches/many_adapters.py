@@ -1,12 +1,11 @@
 """The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
 
-`fused_lora` computes the frozen product, with zero factors that need no gradient, so quantized bases, partitioning and
-recomputation work as in a single-adapter run.
+Equal adapters with equally many tokens are computed together with the frozen product (`fused_group`), others after it.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many_adapters import Bundle, add_adapters, enter
+from ops.many_adapters import MAX_COLUMNS, Bundle, FrozenWeight, add_adapters, fused_group
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
@@ -26,13 +25,9 @@ from trainer.patches.fused_lora import (
     Group,
     Member,
     check_operators,
-    compute,
-    find_fusion_problem,
+    find_fusion_obstacle,
 )
 from trainer.patches.replace import replace
-
-ZERO_FACTOR_RANK = 8
-"""Rank of the zero factors, the smallest that the kernels support."""
 
 
 @replaces("the forward of PEFT's LoRA layers, with several adapters")
@@ -167,15 +162,22 @@ class _CommonGroup(Group):
 
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
-        zeros = [_build_zero_factors(member) for member in members]
-        x_frozen, pending = enter(x)
-        frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
+        bundles, factors = self._read_bundles(layers, x.numel() // x.shape[-1])
+        if len(bundles) == len(self._choice.bundles) == 1 and _is_fusable(bundles[0], members, factors[0]):
+            return fused_group(x, [_frozen_weight(member) for member in members], bundles[0], *factors)
+        frozen = [member.base(x) for member in members]
+        return add_adapters(x, frozen, bundles, *factors) if bundles else frozen
+
+    def _read_bundles(
+        self, layers: Sequence[_Layer], tokens: int
+    ) -> tuple[list[Bundle], tuple[list[Tensor], list[Tensor]]]:
+        """Return the bundles of the current pass, and the A and B of their layers."""
         bundles: list[Bundle] = []
         factors: tuple[list[Tensor], list[Tensor]] = [], []
         start = 0
-        for (name, *others), tokens in self._choice.bundles:
+        for (name, *others), rows in self._choice.bundles:
             count = 1 + len(others)
-            end = start + count * tokens
+            end = start + count * rows
             indices = tuple(index for index, layer in enumerate(layers) if name in layer.members)
             if indices:
                 adapted = [layers[index].members[name] for index in indices]
@@ -187,16 +189,32 @@ class _CommonGroup(Group):
                     for side, factor in zip(factors, layers[index].factor_names(name), strict=True):
                         side.append(self._choice.factors[factor])
             start = end
-        if start != x.numel() // x.shape[-1]:
-            raise RuntimeError(f"a layer with several adapters got {tuple(x.shape)} for {start} tokens of a batch")
-        return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
+        if start != tokens:
+            raise RuntimeError(f"a layer with several adapters got {tokens} tokens, its batch has {start}")
+        return bundles, factors
 
 
-def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
-    inputs, outputs, kind = member.down.shape[1], member.up.shape[0], (member.down.dtype, member.down.device)
-    return _build_zeros(ZERO_FACTOR_RANK, inputs, *kind), _build_zeros(outputs, ZERO_FACTOR_RANK, *kind)
+def _is_fusable(bundle: Bundle, members: Sequence[Member], downs: Sequence[Tensor]) -> bool:
+    """Return whether `fused_group` supports the layers and is faster than `add_adapters`."""
+    ranks = {down.shape[1] for down in downs}
+    is_uniform = len(bundle.layers) == len(members) and len(ranks) == len(set(bundle.scales)) == 1
+    if not is_uniform or bundle.dropout or bundle.count == 1 or bundle.count * max(ranks) > MAX_COLUMNS:
+        return False
+    return all(member.packed or not (member.eight_bit or member.grouped) for member in members)
 
 
-@cache
-def _build_zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(rows, columns, dtype=dtype, device=device)
+def _frozen_weight(member: Member) -> FrozenWeight:
+    if not member.packed:
+        return FrozenWeight(_read_plain, (member.base.weight,), member.base.bias)
+    nf4 = member.nf4
+    sizes = {"rows": nf4.rows, "cols": nf4.cols, "block": nf4.block, "nested_block": nf4.nested_block}
+    return FrozenWeight(partial(_dequantize, sizes), (nf4.packed, *nf4.state), member.base.bias)
+
+
+def _read_plain(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return weight
+
+
+def _dequantize(sizes: dict[str, int], packed: Tensor, *state: Tensor, dtype: torch.dtype) -> Tensor:
+    result: Tensor = torch.ops.zerolora.dequantize_nf4(packed, state, **sizes, dtype=dtype)
+    return result
