@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ops: Any = torch.ops.zerolora
 MAX_COLUMNS = 256
 """Ranks of all adapters, P R, up to which the unused columns of `fused_group` cost less than batched products."""
 MAX_PARTS = 4
@@ -88,7 +89,7 @@ class _AddAdapters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bundles: Sequence[Bundle], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ys, factors = tensors[:count], tensors[count:]
+        ys, factors = [y.detach() for y in tensors[:count]], tensors[count:]  # autograd allows no change of views
         x = x.contiguous()
         hs = []
         for bundle, layer, scale, down_PRI, up_POR in _walk(bundles, factors):
@@ -97,8 +98,7 @@ class _AddAdapters(torch.autograd.Function):
             hs.append(h_PTR)
         ctx.bundles = bundles
         ctx.save_for_backward(x, *factors, *hs)
-        ctx.mark_dirty(*ys)
-        return ys
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -159,16 +159,6 @@ def _keep_own(h_TC: Tensor, count: int, layers: int) -> Tensor:
     return own.diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2).contiguous()
 
 
-def _columns(up_POR: Tensor) -> Tensor:
-    """Return B of all adapters as [O, P R], a view if it is stored so."""
-    return up_POR.transpose(0, 1).flatten(1)
-
-
-def _frozen_product(*arguments: Any) -> Tensor:
-    result: Tensor = torch.ops.zerolora.frozen_product(*arguments)
-    return result
-
-
 class _FusedGroup(torch.autograd.Function):
     """Saves x, the factors, h and the weights as they are stored."""
 
@@ -186,8 +176,8 @@ class _FusedGroup(torch.autograd.Function):
         for weight, up, h in zip(weights, ups, h_TC.chunk(layers, 1), strict=True):
             bias = None if weight.bias is None else weight.bias.to(x.dtype)
             dense = [weight.dense(*(each.data for each in weight.stored), dtype=x.dtype)]
-            y_TO = _frozen_product([x_TI], dense, h, _columns(up), bias, None, False)
-            dense.clear()  # before the next weight is dequantized
+            y_TO = _ops.frozen_product([x_TI], dense, h, up.transpose(0, 1).flatten(1), bias, None, False)
+            dense.clear()
             ys.append(y_TO.view(*x.shape[:-1], -1))
         ctx.weights, ctx.bundle = [(weight.dense, len(weight.stored)) for weight in weights], bundle
         ctx.save_for_backward(x_TI, h_PTLR, *tensors)
@@ -202,29 +192,22 @@ class _FusedGroup(torch.autograd.Function):
         down_CI = torch.cat([down.flatten(0, 1) for down in downs])
         grad_h_TC = x_TI.new_empty(len(x_TI), len(down_CI))
         for grad, up, target in zip(grads_TO, ups, grad_h_TC.chunk(layers, 1), strict=True):
-            torch.addmm(grad.new_empty(1, 1), grad, _columns(up), beta=0, alpha=scale, out=target)
+            torch.addmm(grad.new_empty(1, 1), grad, up.transpose(0, 1).flatten(1), beta=0, alpha=scale, out=target)
         grad_h_PTLR = _keep_own(grad_h_TC, count, layers)
         grad_ups = [ctx.bundle.rows(grad).mT @ h for grad, h in zip(grads_TO, h_PTLR.unbind(2), strict=True)]
         grad_downs = (grad_h_PTLR.flatten(2).mT @ ctx.bundle.rows(x_TI)).unflatten(1, (layers, -1)).unbind(1)
-        grad_x = None
+        grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            weights = []
+            weights: list[Callable[[], Tensor]] = []
             for dense, number in ctx.weights:
                 own = [next(stored).data for _ in range(number)]
                 weights.append(partial(dense, *own, dtype=x_TI.dtype))
             size = sum(len(up[0]) for up in ups) * x_TI.shape[1] * x_TI.element_size()
             together = MAX_PARTS if own[0].is_floating_point() or size <= AT_ONCE_BYTES else 1
-            grad_x = _sum_products(grads_TO, weights, grad_h_TC, down_CI, together).view(*grads[0].shape[:-1], -1)
+            first = [weight().t() for weight in weights[:together]]
+            total = _ops.frozen_product(grads_TO[:together], first, grad_h_TC, down_CI.t(), None, None, False)
+            first.clear()  # before the next weight is dequantized
+            for grad, weight in zip(grads_TO[together:], weights[together:], strict=True):
+                total.addmm_(grad, weight())
+            grad_x = total.view(*grads[0].shape[:-1], -1)
         return grad_x, None, None, *grad_downs, *grad_ups, *[None] * (len(tensors) - 2 * layers)
-
-
-def _sum_products(
-    grads: Sequence[Tensor], weights: Sequence[Callable[[], Tensor]], grad_h: Tensor, down: Tensor, together: int
-) -> Tensor:
-    """Return the gradient of x: grad_h A plus the sum of grad_l W_l; the first W_l, `together`, share its product."""
-    first = [weight().t() for weight in weights[:together]]
-    total = _frozen_product(grads[:together], first, grad_h, down.t(), None, None, False)
-    first.clear()
-    for grad, weight in zip(grads[together:], weights[together:], strict=True):
-        total.addmm_(grad, weight())
-    return total

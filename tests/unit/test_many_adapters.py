@@ -46,7 +46,7 @@ def test_each_part_is_that_of_its_adapter_alone(case: str) -> None:
                 alone.append(lora_group(part, weights, [], down, up, [scale] * 2, dropout))
         torch.rand(1)
         downs, ups, start = downs + own[0], ups + own[1], end
-    found = add_adapters(x, [x @ weight.t() for weight in weights], bundles, downs, ups)
+    found = add_adapters(x, [(x @ weight.t()).view(1, len(x), -1)[0] for weight in weights], bundles, downs, ups)
     expected = [torch.cat([outputs[layer] for outputs in alone]) for layer in range(2)]
     leaves = [x, *downs, *ups]
     grads = [torch.randn_like(each) for each in expected]

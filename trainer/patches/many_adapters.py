@@ -5,7 +5,6 @@ Equal adapters with equally many tokens are computed together with the frozen pr
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ from ops.groups import find_groups
 from ops.many_adapters import MAX_COLUMNS, Bundle, FrozenWeight, add_adapters, fused_group
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
-from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.patches.fused_lora import (
@@ -82,8 +80,6 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
     for path, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        if isinstance(layer, ParamWrapper):
-            raise UserError(f"adapters: {path} is an expert, which supports only one adapter; set lora.experts: false")
         module: Any = layer
         members: dict[str, Member] = {}
         active = module._active_adapter
@@ -205,16 +201,10 @@ def _is_fusable(bundle: Bundle, members: Sequence[Member], downs: Sequence[Tenso
 
 def _frozen_weight(member: Member) -> FrozenWeight:
     if not member.packed:
-        return FrozenWeight(_read_plain, (member.base.weight,), member.base.bias)
-    nf4 = member.nf4
-    sizes = {"rows": nf4.rows, "cols": nf4.cols, "block": nf4.block, "nested_block": nf4.nested_block}
-    return FrozenWeight(partial(_dequantize, sizes), (nf4.packed, *nf4.state), member.base.bias)
-
-
-def _read_plain(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return weight
-
-
-def _dequantize(sizes: dict[str, int], packed: Tensor, *state: Tensor, dtype: torch.dtype) -> Tensor:
-    result: Tensor = torch.ops.zerolora.dequantize_nf4(packed, state, **sizes, dtype=dtype)
-    return result
+        return FrozenWeight(lambda weight, dtype: weight, (member.base.weight,), member.base.bias)
+    nf4, dequantize = member.nf4, torch.ops.zerolora.dequantize_nf4
+    layout = nf4.rows, nf4.cols, nf4.block, nf4.nested_block
+    stored = nf4.packed, *nf4.state
+    return FrozenWeight(
+        lambda packed, *state, dtype: dequantize(packed, state, *layout, dtype), stored, member.base.bias
+    )
