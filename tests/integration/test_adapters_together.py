@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.preferences import make_pairs_ground, read_metric
 from tests.runs_in_process import make_ground, train
+from trainer.contract.restart_record import AdapterChanges
 from trainer.entry.joint_run import JointRun
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches import many_adapters
@@ -128,6 +130,18 @@ def test_a_resumed_run_continues_each_adapter_with_others_around_it(ground: Path
     assert_equal(ground / "resumed" / "fast", ground / "whole-fast")
 
 
+def test_a_run_saves_and_stops_after_its_adapters_were_changed(ground: Path, references: dict[str, Path]) -> None:
+    (folder := ground / "changed").mkdir()
+    AdapterChanges([], "", added=[FAST], removed=["slow"]).write(folder)
+    together(ground, "changed", [SLOW, LATE])
+    stopped = len(losses(folder / "slow"))
+    assert 0 < stopped == len(losses(folder / "late")) < 4
+    together(ground, "changed", [LATE, FAST], training__resume_from_checkpoint="latest")
+    assert len(losses(folder / "slow")) == stopped
+    for name in ("late", "fast"):
+        assert_equal(folder / name, references[name])
+
+
 def test_an_adapter_that_stops_early_leaves_the_others_unchanged(ground: Path, references: dict[str, Path]) -> None:
     early = {"training.eval_steps": 1, "training.early_stopping": 1, "training.early_stopping_threshold": 100.0}
     held_out = {"dataset.evaluation": {"path": str(ground / "held_out.jsonl")}}
@@ -169,3 +183,35 @@ def test_each_adapter_has_its_own_controller(ground: Path, measure: str) -> None
         assert [line["lambda"] for line in found] == pytest.approx([line["lambda"] for line in wanted], rel=1e-5)
         assert [line["param_bpt"] for line in found] == pytest.approx([line["param_bpt"] for line in wanted], rel=1e-4)
         assert len({line["lambda"] for line in found}) > 1 or each["name"] == "fixed"
+
+
+def test_each_adapter_has_its_own_preference_loss(tmp_path: Path) -> None:
+    ground = make_pairs_ground(tmp_path, 30, 6)
+    shared = {"task": "preference", "dataset__packing": True, "dataset__max_length": 192, "training__batch_size": 2}
+    adapters: list[dict[str, Any]] = [
+        {"name": "dpo"},
+        {"name": "ipo", "preference.loss": "ipo", "preference.beta": 0.5, "seed": 4, "training.learning_rate": 3e-3},
+        {"name": "sft", "preference.loss": {"sft": 1.0}, "seed": 5},
+    ]
+    folder = together(ground, "joint", adapters, **shared)
+    for each in adapters:
+        expected = alone(ground, f"alone-{each['name']}", each, **shared)
+        assert_equal(folder / each["name"], expected)
+        for metric in ("train/rewards/margins", "train/kl_bits", "train/logps/chosen"):
+            values = read_metric(expected, metric)
+            assert read_metric(folder / each["name"], metric) == pytest.approx(values, rel=1e-5, abs=1e-6), metric
+            assert bool(values) == (metric != "train/kl_bits" or each["name"] != "sft")
+    assert len({losses(folder / each["name"])[-1] for each in adapters}) == len(adapters)
+
+
+def test_adapters_share_what_their_epochs_and_dropout_do_not(ground: Path) -> None:
+    """Settings that differ: epochs instead of steps, and dropout of one adapter only."""
+    shared = {"dataset__packing": True, "dataset__max_length": 32}
+    adapters: list[dict[str, Any]] = [
+        {"name": "epochs", "training.max_steps": None, "training.epochs": 0.5},
+        {"name": "dropout", "lora.dropout": 0.3, "seed": 3},
+    ]
+    folder = together(ground, "mixed", adapters, **shared)
+    for each in adapters:
+        assert_equal(folder / each["name"], alone(ground, f"mixed-{each['name']}", each, **shared))
+    assert len(losses(folder / "epochs")) != len(losses(folder / "dropout")) == 4
