@@ -125,7 +125,9 @@ def test_a_resumed_run_continues_each_adapter_with_others_around_it(ground: Path
     assert_equal(ground / "resumed" / "fast", alone(ground, "whole-fast", whole[1], **warm))
     assert_equal(ground / "resumed" / "late", alone(ground, "whole-late", whole[0], **warm))
     assert len(losses(ground / "resumed" / "slow")) == 2
+    result = (ground / "resumed" / "fast" / "adapter_model.safetensors").read_bytes()
     together(ground, "resumed", whole, **resume)
+    assert (ground / "resumed" / "fast" / "adapter_model.safetensors").read_bytes() == result, "restored to the bit"
     assert_equal(ground / "resumed" / "slow", alone(ground, "whole-slow", whole[2], **warm))
     assert_equal(ground / "resumed" / "fast", ground / "whole-fast")
 

@@ -78,10 +78,9 @@ class Restart:
 
 @dataclass(frozen=True)
 class AdapterChanges:
-    """How a run was started, and how `zerolora adapters` has changed its adapters since."""
+    """Configuration, settings and folder of `zerolora train`, and how `zerolora adapters` changed its adapters."""
 
     arguments: list[str]
-    """Configuration and settings of `zerolora train`."""
     working_directory: str
     added: list[dict[str, Any]] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -22,7 +22,7 @@ from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.contract.restart_record import find_changed_adapters
-from trainer.data.batches import MicroBatch, merge_batches
+from trainer.data.batches import MicroBatch, PairBatch, merge_batches
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
@@ -124,9 +124,8 @@ class JointRun:
         self._record({})
         for member in self._members:
             run, adapter_engine = member.run, AdapterEngine(engine, member.number)
-            fused_head = run.memory.decisions.fused_head.value
+            fused_head, run.resident = run.memory.decisions.fused_head.value, first.resident
             run.loss = self._loss if run is first else run.task.loss(engine.module, fused_head=fused_head)
-            run.resident = first.resident
             run.task.flat_packs = first.task.flat_packs
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
@@ -335,13 +334,12 @@ class JointRun:
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):
             return loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
-        own: list[Any] = [member.run.loss for member in active]
+        own, pairs = [cast(PreferenceLoss, member.run.loss) for member in active], cast(Sequence[PairBatch], batches)
         needed = any(each.has_reference for each in own)
         measures, has_divergence = loss.measure(engine, merged, engine.device, with_reference=needed)
-        pairs: Sequence[Any] = batches
         parts = measures.split([int(batch.document_targets.sum()) for batch in pairs], dim=1)
-        scores = [each.score(part, has_divergence, batch) for each, part, batch in zip(own, parts, pairs, strict=True)]
-        return torch.stack([losses.sum() for _, losses in scores])
+        triples = zip(own, parts, pairs, strict=True)
+        return torch.stack([each.score(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
         """Record adapters' folders and exit codes for `zerolora sweep --table`; an empty `codes` means all adapters."""
