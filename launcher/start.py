@@ -20,8 +20,9 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.local import write_environment
-from launcher.targets.slurm import find_lost_nodes, is_requeued
+from launcher.targets.slurm import can_be_requeued, find_lost_nodes
 from trainer.config import LoadedConfig, RunConfig, UserError
+from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFile, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, refuse_if_held

@@ -88,7 +88,7 @@ def test_a_nan_in_the_loss_of_one_of_equal_adapters_touches_no_other(
     ground: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Equal adapters are computed together with the frozen product."""
-    by_part, fused = TokenLoss.by_part, many_adapters.fused_group
+    by_part, fused = TokenLoss.compute_by_part, many_adapters.fused_group
     calls: list[int] = []
 
     def poison(self: TokenLoss, *arguments: Any) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_a_nan_in_the_loss_of_one_of_equal_adapters_touches_no_other(
         calls.append(bundle.count)
         return fused(x, weights, bundle, *factors)
 
-    monkeypatch.setattr(TokenLoss, "by_part", poison)
+    monkeypatch.setattr(TokenLoss, "compute_by_part", poison)
     monkeypatch.setattr(many_adapters, "fused_group", count)
     twin = {"name": "twin", "seed": 5, "training.learning_rate": 3e-3}
     with pytest.raises(FloatingPointError, match="1 of 3 adapters failed: twin"):

@@ -312,7 +312,7 @@ class JointRun:
         sizes = [batch.input_ids.numel() if is_flat else len(batch.input_ids) * width for batch in batches]
         rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
         self._loss.observe(merged, engine.device)
-        with self._choice.common(rows, engine.device):
+        with self._choice.assign_rows(rows, engine.device):
             losses = self._compute_losses(active, batches, merged)
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
@@ -333,7 +333,7 @@ class JointRun:
         engine, loss = self._engine, self._loss
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):
-            return loss.by_part(engine, merged, engine.device, [each.target_count for each in batches])
+            return loss.compute_by_part(engine, merged, engine.device, [each.target_count for each in batches])
         own, pairs = [cast(PreferenceLoss, member.run.loss) for member in active], cast(Sequence[PairBatch], batches)
         needed = any(each.has_reference for each in own)
         measures, has_divergence = loss.measure(engine, merged, engine.device, with_reference=needed)

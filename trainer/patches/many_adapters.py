@@ -23,7 +23,7 @@ from trainer.patches.fused_lora import (
     Group,
     Member,
     check_operators,
-    find_fusion_obstacle,
+    find_fusion_problem,
 )
 from trainer.patches.replace import replace
 

@@ -121,13 +121,13 @@ class PreferenceLoss(TokenLoss):
     def measure(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
     ) -> tuple[torch.Tensor, bool]:
-        """Return `by_token`, with BASE_LOSS if requested, and whether it has DIVERGENCE."""
+        """Return `measure_by_token`, with BASE_LOSS if requested, and whether it has DIVERGENCE."""
         states, base = None, None
         if with_reference and self.in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
         elif with_reference:
             base = self._measure_reference(model, batch, device)
-        measures = self.by_token(model, batch, device, states)
+        measures = self.measure_by_token(model, batch, device, states)
         if base is not None:
             measures = torch.cat([measures[:BASE_LOSS], base[None], measures[BASE_LOSS + 1 :]])
         return measures, states is not None
@@ -172,7 +172,7 @@ class PreferenceLoss(TokenLoss):
     def _measure_reference(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
         with self._outside_step(batch, device), torch.no_grad(), without:
-            return self.by_token(model, batch, device)[LOSS]
+            return self.measure_by_token(model, batch, device)[LOSS]
 
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
