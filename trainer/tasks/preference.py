@@ -123,7 +123,7 @@ class PreferenceLoss(TokenLoss):
     ) -> tuple[torch.Tensor, bool]:
         """Return `measure_by_token`, with BASE_LOSS if requested, and whether it has DIVERGENCE."""
         states, base = None, None
-        if with_reference and self.in_chunks(batch, device):
+        if with_reference and self.is_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
         elif with_reference:
             base = self._measure_reference(model, batch, device)
