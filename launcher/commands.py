@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from launcher.adapters import adapters
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
 from launcher.job_starts import build_resume_settings
@@ -28,6 +29,7 @@ from trainer.config.errors import find_path_mistake, one_line
 from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
+from trainer.contract.restart_record import find_changed_adapters
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
@@ -49,7 +51,7 @@ MODULES = {
     "compare": ("benchmarks.compare", "Compare SCU controllers by held-out bits per token, with confidence intervals."),
 }
 GROUPS = {
-    "Train": ("init", "import", "validate", "estimate", "train", "sweep", "config"),
+    "Train": ("init", "import", "validate", "estimate", "train", "sweep", "adapters", "config"),
     "Data": ("inspect", "prepare"),
     "After training": ("eval", "generate", "chat", "merge", "report", "export", "serve", "push"),
     "Cluster": ("doctor", "submit", "status"),
@@ -114,6 +116,11 @@ def train(
     if is_job_start and (resume_settings := build_resume_settings(loaded.config, os.environ)):
         settings += resume_settings
         loaded = load_config(config, settings)
+    entries = loaded.config.adapters if loaded.config.training.resume_from_checkpoint else ()
+    changed = find_changed_adapters(Path(loaded.config.output_dir), entries)
+    if changed != list(entries):
+        settings.append(f"adapters={json.dumps(changed)}")
+        loaded = load_config(config, settings)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     arguments = [str(config), *settings]
     raise typer.Exit(
@@ -147,7 +154,7 @@ def show_config(
 
 
 EXTRA_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (init, submit, status, doctor):
+for _command in (init, submit, status, doctor, adapters):
     app.command()(_command)
 app.command("import", context_settings=EXTRA_ARGUMENTS)(import_)
 app.command("sweep", context_settings=EXTRA_ARGUMENTS)(sweep)

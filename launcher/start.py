@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+from launcher.adapters import record_arguments
 from launcher.job_starts import record_end, record_start
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, Plan, Request, plan
 from launcher.rank_slots import RankSlots
@@ -20,7 +21,7 @@ from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, restore_terminal, say, share_stdout, show
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, find_lost_nodes
-from trainer.config import LoadedConfig, TrainingSection, UserError
+from trainer.config import LoadedConfig, RunConfig, UserError
 from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFile, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
@@ -78,9 +79,10 @@ def start(
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
+            record_arguments(loaded.config, list(arguments))
             rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            planned, training = (build, reach), loaded.config.training
-            code = Attempts(rank_arguments, training, run_dir, planned, slots, prestarted, screen).train()
+            planned = (build, reach)
+            code = Attempts(rank_arguments, loaded.config, planned, slots, prestarted, screen).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change the exit code
                     record_end(run_dir, os.environ, code)
@@ -97,8 +99,7 @@ class Attempts:
     def __init__(
         self,
         arguments: Sequence[str],
-        training: TrainingSection,
-        run_dir: Path,
+        config: RunConfig,
         planned: Plan,
         slots: RankSlots,
         prestarted: PrestartedRanks | None,
@@ -108,10 +109,11 @@ class Attempts:
 
         `screen` is the descriptor to which rank 0 on this machine writes.
         """
-        self._arguments, self._training, self._prestarted, self._screen = arguments, training, prestarted, screen
+        self._arguments, self._training, self._prestarted = arguments, config.training, prestarted
+        self._adapters, self._screen = config.adapters, screen
         self._planned: Plan | None = planned
         self._slots = slots
-        self._logs = run_dir / "logs"
+        self._logs = Path(config.output_dir) / "logs"
         self._full_size = 0
         self._used_slots: Sequence[int] = ()
         self._excluded: frozenset[int] = frozenset()
@@ -128,6 +130,7 @@ class Attempts:
             max_restarts=self._max_restarts,
             resumes=self._training.resume_from_checkpoint is not None,
             exclude=self._exclude if self._training.elastic else None,
+            adapters=self._adapters,
         ).run()
 
     def _start(self, settings: Sequence[str]) -> Ending:

@@ -1,14 +1,17 @@
 """Restart the ranks of a failed run from its newest complete checkpoint.
 
-A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). After other
-failures, the run restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the
-last start. A failure that repeats in the same step is usually caused by its data; the run then ends.
+A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). A run whose
+adapters were changed stops at a checkpoint, and resumes with the new ones. After other failures, the run restarts
+unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A failure that
+repeats in the same step is usually caused by its data; the run then ends.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.terminal import say
@@ -20,6 +23,7 @@ from trainer.contract.restart_record import (
     RestartNote,
     complete_checkpoints,
     delete_restarts,
+    find_changed_adapters,
     newest_checkpoint,
     record_restart,
 )
@@ -72,12 +76,14 @@ class Restarts:
         max_restarts: int,
         resumes: bool,
         exclude: Callable[[Ending], str | None] | None = None,
+        adapters: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Allow `max_restarts` restarts after failures; `resumes` if the user set a checkpoint to resume from.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name. Without it,
-        a run with such a failure ends.
+        a run with such a failure ends. `adapters` are those of the run, which `zerolora adapters` may change.
         """
+        self._adapters = list(adapters)
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
@@ -98,6 +104,13 @@ class Restarts:
             if ending.code == EXIT_RESTART:
                 if note is None or not self._retry_smaller(note, ending):
                     return EXIT_FAILED
+            elif (
+                ending.code == EXIT_OK
+                and (new := find_changed_adapters(self._run_dir, self._adapters)) != self._adapters
+            ):
+                self._adapters, self._settings["adapters"] = new, json.dumps(new)
+                self._prepare_next(ending, "the adapters were changed")
+                say("the adapters were changed: resuming")
             elif not self._should_restart(ending, before):
                 return ending.code
             else:

@@ -52,9 +52,7 @@ class Machine:
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
         build = partial(build_local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
         places = RankSlots(Request(launcher="local"), self.folder / "logs", build)
-        loaded = load_config(config).config
-        run_dir = Path(loaded.output_dir)
-        return Attempts([str(self.folder)], loaded.training, run_dir, (build, None), places, None).train()
+        return Attempts([str(self.folder)], load_config(config).config, (build, None), places, None, 1).train()
 
     def gpus(self, number: int) -> list[str]:
         """Those of one start, in the order of its ranks."""

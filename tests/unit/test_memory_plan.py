@@ -328,6 +328,19 @@ def test_misfits_and_impossible_stages_are_reported(tmp_path: Path, capsys: pyte
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
 
 
+def test_several_adapters_are_estimated_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one adapter with the sum of their ranks, and a batch of the rows of all."""
+    file = tmp_path / "run.yaml"
+    file.write_text("base_model: random:tinyllama-1.1b\noutput_dir: x\ndataset: {path: absent.jsonl}\n")
+    several = "adapters=[{name: a, lora.r: 8, training.batch_size: 1}, {name: b, lora.r: 24, training.batch_size: 3}]"
+    assert main([str(file), several, "lora.alpha=16"]) == 0
+    together = capsys.readouterr().out
+    assert "2 adapters" in together
+    rows = [line for line in together.splitlines() if "stage" in line and "GiB" in line]
+    assert main([str(file), "lora.r=32", "training.batch_size=4", "training.cuda_graphs=off"]) == 0
+    assert rows == [line for line in capsys.readouterr().out.splitlines() if "stage" in line and "GiB" in line] != []
+
+
 @pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus-per-host", "0"], ["zero.stag=2"]])
 def test_mistakes_are_one_line_and_exit_code_2(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -546,6 +546,14 @@ def test_an_error_of_one_adapter_names_it(tmp_path: Path) -> None:
         prepare(load_config(make_ground(tmp_path) / "base.yaml", words).config)
 
 
+def test_several_adapters_of_experts_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    words = ["adapters=[{name: a},{name: b}]", "base_model=random:olmoe-1b-7b", f"model.tokenizer={ground / 'model'}"]
+    with pytest.raises(UserError, match=r"set lora\.experts: false"):
+        prepare(load_config(ground / "base.yaml", words).config)
+    assert len(prepare(load_config(ground / "base.yaml", [*words, "lora.experts=false"]).config).adapters) == 2
+
+
 def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
     words = ["adapters=[{name: a, training.learning_rate: 0.5},{name: b}]"]
     notes = load_config(make_ground(tmp_path) / "base.yaml", words).notes
@@ -585,6 +593,10 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
     ("words", "line"),
     [
         (["adapters=[{name: a},{name: b}]", "adapter=none"], "adapter=none: not possible with several adapters"),
+        (
+            ["adapters=[{name: a, preference.loss: kto},{name: b}]", "task=preference"],
+            "preference.loss={kto: 1.0}: not",
+        ),
         (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is reserved or already used"),
         (["lora.null=3"], "lora.null: unknown setting"),
         (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),

@@ -1,13 +1,14 @@
-"""Restart notes of ranks that ran out of memory, and the launcher's record of restarts, logs/restarts.json.
+"""Restart notes of ranks that ran out of memory, changes of adapters, and the launcher's record, logs/restarts.json.
 
 A note requests a restart with a smaller micro-batch. The launcher chooses the checkpoint to resume from
 (launcher/supervision/restarts.py).
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.config.files import Count, find_json, read_json
 from trainer.contract.json_records import SWEEP
@@ -16,6 +17,7 @@ from trainer.contract.whole_files import write_json
 MAX_HALVINGS = 3
 _NOTE_FILE = "out_of_memory.json"
 _FILE = "restarts.json"
+_CHANGES_FILE = "adapters.json"
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
 
 
@@ -72,6 +74,35 @@ class Restart:
     """Name of the checkpoint's folder; empty for a start from scratch."""
     ranks: int
     """Number of ranks that were started."""
+
+
+@dataclass(frozen=True)
+class AdapterChanges:
+    """Configuration, settings and folder of `zerolora train`, and how `zerolora adapters` changed its adapters."""
+
+    arguments: list[str]
+    working_directory: str
+    added: list[dict[str, Any]] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def read(run_dir: Path) -> "AdapterChanges | None":
+        changes: AdapterChanges | None = find_json(run_dir / "logs" / _CHANGES_FILE, AdapterChanges)
+        return changes
+
+    def write(self, run_dir: Path) -> None:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_json(run_dir / "logs" / _CHANGES_FILE, asdict(self))
+
+
+def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `adapters` with the recorded changes; the given ones if they have them already, in any order."""
+    changes = AdapterChanges.read(run_dir) if entries else None
+    if changes is None:
+        return list(entries)
+    kept = {entry["name"]: entry for entry in entries if entry["name"] not in changes.removed}
+    changed = kept | {entry["name"]: entry for entry in changes.added if entry["name"] not in kept}
+    return list(entries) if changed == {entry["name"]: entry for entry in entries} else list(changed.values())
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:

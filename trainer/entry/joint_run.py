@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -21,7 +21,8 @@ from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
-from trainer.data.batches import MicroBatch, merge_batches
+from trainer.contract.restart_record import find_changed_adapters
+from trainer.data.batches import MicroBatch, PairBatch, merge_batches
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
@@ -44,6 +45,7 @@ from trainer.setup.build import Builder
 from trainer.setup.joining import define_task, join_ranks
 from trainer.setup.kinds import find_model_kind
 from trainer.step import NONFINITE, StepInFlight
+from trainer.tasks.preference import PreferenceLoss
 
 SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
 """Settings of `training` that the memory estimate resolves for all adapters."""
@@ -93,6 +95,7 @@ class JointRun:
         self._folder = Path(self.config.output_dir)
         self._console = console
         self.runs: list[Run] = []
+        self._stops = False
         for config, data in zip(self.config.runs, prepared.adapters, strict=True):
             quiet = apply_changes(config, {"logging.progress": "off"})
             run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
@@ -121,7 +124,8 @@ class JointRun:
         self._record({})
         for member in self._members:
             run, adapter_engine = member.run, AdapterEngine(engine, member.number)
-            run.loss, run.resident = self._loss, first.resident
+            fused_head, run.resident = run.memory.decisions.fused_head.value, first.resident
+            run.loss = self._loss if run is first else run.task.loss(engine.module, fused_head=fused_head)
             run.task.flat_packs = first.task.flat_packs
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
@@ -261,7 +265,10 @@ class JointRun:
         ranks, device, engine = self._ranks, self._engine.device, self._engine
         fetched = [member.run.loop.fetch() for member in active]
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
-        requests = [[bool(self._stop), member.run.loop.wants_save()] for member in active]
+        # A run whose adapters were changed saves and stops; the launcher starts it again.
+        entries = list(self.config.adapters) if ranks.is_main else []
+        self._stops = bool(self._stop) or find_changed_adapters(self._folder, entries) != entries
+        requests = [[self._stops, member.run.loop.wants_save()] for member in active]
         counts = _count_targets(batches, requests, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
@@ -306,8 +313,7 @@ class JointRun:
         rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
         self._loss.observe(merged, engine.device)
         with self._choice.assign_rows(rows, engine.device):
-            counts = [batch.target_count for batch in batches]
-            losses = self._loss.compute_by_part(engine, merged, engine.device, counts)
+            losses = self._compute_losses(active, batches, merged)
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
             inactive = set(range(len(flat.buffers))) - {member.number for member in active}
@@ -319,6 +325,21 @@ class JointRun:
                     sums[number, 2] = steering.measured_local()
             with phase("backward"):
                 engine.backward(total)
+
+    def _compute_losses(
+        self, active: Sequence[_Member], batches: Sequence[MicroBatch], merged: MicroBatch
+    ) -> torch.Tensor:
+        """Return the summed loss of each adapter; preferences have the loss and beta of their adapter."""
+        engine, loss = self._engine, self._loss
+        assert isinstance(loss, TokenLoss)
+        if not isinstance(loss, PreferenceLoss):
+            return loss.compute_by_part(engine, merged, engine.device, [each.target_count for each in batches])
+        own, pairs = [cast(PreferenceLoss, member.run.loss) for member in active], cast(Sequence[PairBatch], batches)
+        needed = any(each.has_reference for each in own)
+        measures, has_divergence = loss.measure(engine, merged, engine.device, with_reference=needed)
+        parts = measures.split([int(batch.document_targets.sum()) for batch in pairs], dim=1)
+        triples = zip(own, parts, pairs, strict=True)
+        return torch.stack([each.score(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
         """Record adapters' folders and exit codes for `zerolora sweep --table`; an empty `codes` means all adapters."""
@@ -337,7 +358,7 @@ class JointRun:
 
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
-        if self._ranks.is_main and not self._stop and not any(run.digest for run in read_sweep(self._folder)):
+        if self._ranks.is_main and not self._stops and not any(run.digest for run in read_sweep(self._folder)):
             outcomes = read_outcomes(self._folder)
             show(self.say.console, outcomes)
             if any(outcome.loss is not None for outcome in outcomes):

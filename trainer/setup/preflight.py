@@ -21,7 +21,9 @@ from trainer.config.needs import switch_value
 from trainer.data.prepared import Prepared, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
 from trainer.data.step_count import list_step_warnings, resolve_global_batch
+from trainer.model.base import empty_model
 from trainer.model.eight_bit import check_fp8_support
+from trainer.model.expert_targets import find_expert_targets
 from trainer.model.integer_weights import check_torchao
 from trainer.model.model_source import build_load_error, check_source
 from trainer.monitor.metrics import check_reporters
@@ -44,8 +46,7 @@ def prepare(
     """
     if config.runs:
         check_output_folder(config)
-        report(_describe_adapters(config))
-        return _join_prepared([name_adapter(prepare, run, to_train=to_train) for run in config.runs])
+        return _join_prepared(config, [name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -55,14 +56,13 @@ def prepare(
     return prepared
 
 
-def _describe_adapters(config: RunConfig) -> str:
-    return f"checking the model {config.base_model} and the data of {len(config.runs)} adapters"
-
-
-def _join_prepared(adapters: Sequence[Prepared]) -> Prepared:
-    """Return the first adapter's data with the data of all in its `adapters`. Raises UserError for images."""
+def _join_prepared(config: RunConfig, adapters: Sequence[Prepared]) -> Prepared:
+    """Return the data of the first adapter, with those of all. Raises UserError for images and adapted experts."""
     if any(map(has_images, adapters)):
-        raise UserError("adapters: image models support only one adapter at a time; remove adapters")
+        raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
+    model = empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
+    if model is not None and any(find_expert_targets(model, run.lora) for run in config.runs):
+        raise UserError("lora.experts=true: experts can have only one adapter; set lora.experts: false")
     return replace(adapters[0], adapters=tuple(adapters))
 
 
@@ -116,9 +116,8 @@ def prepare_to_resume(
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
-        report(_describe_adapters(config))
-        results = [name_adapter(prepare_to_resume, run, world_size, to_train=to_train) for run in config.runs]
-        return _join_prepared([prepared for prepared, _ in results]), results[0][1]
+        each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
+        return _join_prepared(config, [prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
     config = config.fit_max_length(prepared.longest)

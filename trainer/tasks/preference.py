@@ -96,7 +96,7 @@ class PreferenceLoss(TokenLoss):
         super().__init__(module, **options)
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
-        self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
+        self.has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
         self._sums, self._tokens = Sums(), Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -115,17 +115,31 @@ class PreferenceLoss(TokenLoss):
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
         """Return the log-probabilities of the batch's pairs and their losses [P]; record metrics."""
-        counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
+        needed = self.has_reference and batch.reference is None
+        return self.score(*self.measure(model, batch, device, with_reference=needed), batch)
+
+    def measure(
+        self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
+    ) -> tuple[torch.Tensor, bool]:
+        """Return `measure_by_token`, with BASE_LOSS if requested, and whether it has DIVERGENCE."""
+        states, base = None, None
+        if with_reference and self.is_in_chunks(batch, device):
+            states = self.compute_base_states(model, batch, device)
+        elif with_reference:
+            base = self._measure_reference(model, batch, device)
+        measures = self.measure_by_token(model, batch, device, states)
+        if base is not None:
+            measures = torch.cat([measures[:BASE_LOSS], base[None], measures[BASE_LOSS + 1 :]])
+        return measures, states is not None
+
+    def score(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> tuple[PairScores, torch.Tensor]:
+        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`; record metrics."""
+        counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
-        elif self._has_reference and self.is_in_chunks(batch, device):
-            states = self.compute_base_states(model, batch, device)
-        elif self._has_reference:
-            reference = self.reference(model, batch, device)
-        measures = self.measure_by_token(model, batch, device, states)
-        if states is not None:
-            reference = self._sum_answers(measures[BASE_LOSS], batch)
-        self._add_tokens(measures.detach(), batch, with_reference=states is not None)
+        elif self.has_reference:
+            reference = self._sum_answers(measures[BASE_LOSS].detach(), batch)
+        self._add_tokens(measures.detach(), batch, with_reference=has_divergence and self.has_reference)
         ours = self._sum_answers(measures[LOSS], batch)
         lengths = to_device(counts.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
@@ -153,9 +167,12 @@ class PreferenceLoss(TokenLoss):
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
+        return self._sum_answers(self._measure_reference(model, batch, device), batch)
+
+    def _measure_reference(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
         with self._outside_step(batch, device), torch.no_grad(), without:
-            return self._sum_answers(self.measure_by_token(model, batch, device)[LOSS], batch)
+            return self.measure_by_token(model, batch, device)[LOSS]
 
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None

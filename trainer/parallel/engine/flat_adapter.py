@@ -49,6 +49,11 @@ class Block:
         return self.members[0].parameter.shape
 
     @property
+    def is_up(self) -> bool:
+        """Whether these are B, not A."""
+        return ".lora_B." in self.members[0].name
+
+    @property
     def elements(self) -> int:
         """Number of elements of the block in its buffer."""
         return len(self.members) * self.stride
@@ -164,16 +169,16 @@ class FlatAdapter:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
-        """Stack the buffers of each bundle's adapters; each factor is a view [P, *shape] of the stack."""
+        """Stack the factors of each bundle's adapters: A in memory as [P, R, I], B as [O, P, R], read as [P, O, R]."""
         choice.factors = {}
         for names, _ in choice.bundles:
-            first, *others = (choice.names.index(name) for name in names)
-            buffers: list[Tensor] = [self.buffers[index] for index in (first, *others)]
-            stacked = torch.stack(buffers) if others else buffers[0][None]
-            blocks = [block for block in self.blocks if block.buffer == first]
-            for block, piece in zip(blocks, stacked.split([block.elements for block in blocks], dim=1), strict=True):
-                rows = piece.unflatten(1, (len(block.members), block.stride))[..., : block.shape.numel()]
-                for member, factor in zip(block.members, rows.unflatten(-1, block.shape).unbind(1), strict=True):
+            indices = [choice.names.index(name) for name in names]
+            blocks = [block for block in self.blocks if block.buffer == indices[0]]
+            pieces = [self.buffers[index].split([block.elements for block in blocks]) for index in indices]
+            for number, block in enumerate(blocks):
+                rows = [block.stack(each[number]) for each in pieces]
+                stacked = torch.stack(rows, 2).transpose(1, 2) if block.is_up else torch.stack(rows, 1)
+                for member, factor in zip(block.members, stacked.unbind(0), strict=True):
                     choice.factors[member.name] = factor
                     if self._watcher is not None:
                         for name in names:
