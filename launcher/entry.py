@@ -39,7 +39,6 @@ class SignalHandler:
         raise self._exception
 
     def report(self) -> int:
-        """Print the signal and return the exit code."""
         name = signal.Signals(self.number).name
         print("stopped" if self.number == signal.SIGINT else f"stopped by {name}", file=sys.stderr)
         return exit_code_after(self.number)

@@ -115,7 +115,6 @@ def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | Non
 
 
 def select_slots(request: Request) -> Slots:
-    """Return the selected hosts and GPUs of the hostfile, or of this machine."""
     if request.hostfile is not None:
         slots = read_hostfile(request.hostfile)
     else:

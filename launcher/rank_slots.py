@@ -29,7 +29,6 @@ class RankSlots:
     """Slots of this machine, of hosts or of a SLURM job, numbered by their ranks in the first start."""
 
     def __init__(self, request: Request, logs: Path, build: CommandBuilder) -> None:
-        """Take the slots from `build`, the plan of the first start."""
         self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
         options = build.keywords
         self._numbers: list[int] = list(options.get("gpus", ()))[: request.num_gpus]

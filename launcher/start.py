@@ -123,7 +123,6 @@ class Attempts:
         self._max_restarts = resolve_max_restarts(self._training.max_restarts, reach)
 
     def train(self) -> int:
-        """Start the ranks, restart them after failures that a restart may fix, and return the exit code."""
         return Restarts(
             self._logs.parent,
             self._start,

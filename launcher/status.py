@@ -106,7 +106,6 @@ def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
 
 
 def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Describe a job from SLURM's fields."""
     number = job["JobId"]
     if "ArrayTaskId" in job:
         number = f"{job['ArrayJobId']}_{job['ArrayTaskId']}"
@@ -122,7 +121,6 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, str]]:
-    """Describe a run from its files; `end_state` is the state of its job if the job has ended."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.

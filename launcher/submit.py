@@ -195,7 +195,6 @@ def _join_lines(text: str) -> str:
 
 
 def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues: int) -> str:
-    """Return slurm/train.sbatch with these sbatch options and these arguments of `zerolora train`."""
     # SLURM reads options only before the first command.
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()

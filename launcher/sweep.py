@@ -34,8 +34,6 @@ POLL_S = 0.5
 
 @dataclass
 class Run:
-    """One combination of settings, with its folder and result."""
-
     settings: list[str]
     folder: Path
     digest: str
@@ -46,7 +44,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name, which shows the settings that differ between runs."""
         return self.folder.name
 
 
@@ -109,7 +106,6 @@ def _submit_array(
     config: Path, runs: list[Run], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
     *, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Submit the unfinished runs as an array of jobs; `options` are those of `zerolora submit`."""
     tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
     _report_finished(runs)
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
@@ -219,7 +215,6 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
 
 
 def build_train_command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
-    """Return the command that trains one run, resuming from its newest checkpoint if it has one."""
     resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]

@@ -74,7 +74,6 @@ def check_requested() -> None:
 
 
 def loaded() -> Backend | None:
-    """Return the backend that `load` chose in this process, or None."""
     return _loaded
 
 

@@ -225,7 +225,6 @@ def get_private(owner: object, name: str) -> Any:
 
 
 def list_operators() -> None:
-    """Print DeepSpeed's table of operators with ours: installed, compatible."""
     from deepspeed.env_report import op_report
     from deepspeed.git_version_info import installed_ops
 

@@ -200,7 +200,6 @@ def padded_rank(rank: int) -> int:
 def check(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> None:
-    """Raise ValueError unless the inputs fit together."""
     E, inner, H = shape[:3]
     if x.dim() != 2 or x.shape[1] != H:
         raise ValueError(f"hidden {tuple(x.shape)} for experts of width {H}: expected [T, {H}]")

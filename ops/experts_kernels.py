@@ -46,7 +46,6 @@ _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", Non
 
 
 def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether the kernels support these types and widths."""
     E, inner, H, block, _ = shape
     wide = x.dtype in (torch.bfloat16, torch.float16) and inner % 8 == 0 and H % 8 == 0 and block % 8 == 0
     return wide and 1 <= E <= MAX_EXPERTS and torch.cuda.get_device_capability(x.device) >= (8, 0)

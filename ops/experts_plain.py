@@ -63,7 +63,6 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Split u[N, 2I] into gate and up."""
     half = u.shape[-1] // 2
     return (u[..., ::2], u[..., 1::2]) if interleaved else (u[..., :half], u[..., half:])
 
@@ -98,7 +97,6 @@ def _apply_mask(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
 
 
 def _pad_rank(h: Tensor, rank: int) -> Tensor:
-    """Pad h to the kernels' number of columns (`experts.padded_rank`)."""
     return torch.nn.functional.pad(h, (0, (rank + 15) // 16 * 16 - rank))
 
 

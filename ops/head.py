@@ -254,7 +254,6 @@ class _Head:
     """The head in one pass over the chunks, and the gradients accumulated over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """Allocate gradients of the trained rows and of hidden states shaped like `like`; none if it is None."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None
@@ -346,7 +345,6 @@ class _DivergenceSum(torch.autograd.Function):
 
 
 def _build_input_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states and trained rows, with None for the other inputs."""
     grad_KH, grad_NH = ctx.saved_tensors
     grad_values = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
     return _scale_gradient(grad_KH, grad_output), None, None, None, grad_values, None

@@ -28,7 +28,6 @@ def padded_rank(rank: int) -> int:
 
 
 def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
-    """Raise ValueError unless every A fits x."""
     if not 1 <= len(downs) == len(scales) <= MAX_GROUP:
         raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: need equal counts, 1 to {MAX_GROUP}")
     if x.dim() < 2:
@@ -51,7 +50,6 @@ def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: 
 def check_adapters(
     x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
 ) -> None:
-    """Raise ValueError unless the adapters fit x and one another."""
     if not len(outs) == len(downs) == len(ups):
         raise ValueError(
             f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: need equal counts, 1 to"
@@ -115,7 +113,6 @@ def reference_project(
 
 
 def dense_forward(op: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of a group for weights [O_i, I] in the type of x."""
     x_TI = op.x.reshape(-1, op.x.shape[-1])
     return add_adapters(op.x, [x_TI @ weight.t() for weight in weights], op.biases, h, op.ups)
 

@@ -27,8 +27,6 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Build:
-    """The versions that identify a build."""
-
     sources: str
     """Digest of ops/csrc."""
     torch: str
@@ -43,12 +41,10 @@ class Build:
 
     @property
     def name(self) -> str:
-        """Name of the build's folder, unique to these versions."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         return f"zerolora_lora-{'-'.join(self.architectures)}-{digest}"
 
     def find_in(self, folder: Path) -> Path | None:
-        """Return this build's library in a shared folder, or None."""
         library = folder / self.name / "zerolora_lora.so"
         return library if library.is_file() and read_record(folder / self.name) == self else None
 

@@ -236,7 +236,6 @@ def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) ->
 def activate_backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up in `activate`."""
     if kind == "clamped":
         inside, v, u = gate <= limit, gate.clamp(max=limit), up.clamp(-limit, limit)
         s = torch.sigmoid(alpha * v)

@@ -52,13 +52,11 @@ def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> s
 
 
 def format_architecture(capability: tuple[int, int]) -> str:
-    """Return the nvcc name of a card's architecture, '90a' for (9, 0)."""
     name = f"{capability[0]}{capability[1]}"
     return name + "a" if capability == (9, 0) else name
 
 
 def list_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Return the architectures of an ahead-of-time build with this toolkit (12.0 or newer)."""
     return [*(["70"] if toolkit[0] == 12 else []), *COMMON_ARCHITECTURES, *(["120"] if toolkit >= (12, 8) else [])]
 
 

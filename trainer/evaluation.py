@@ -16,8 +16,6 @@ from trainer.tasks.task import StepLoss, Task
 
 
 class Evaluation:
-    """Evaluates the model of a run."""
-
     def __init__(
         self,
         task: Task,

@@ -84,7 +84,6 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are done, or the run has stopped early."""
         return self.position.step >= self._total_steps or self.stopped_early
 
     @property
@@ -93,7 +92,6 @@ class Loop:
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
-        """Evaluate if due, run the hooks between steps, and save if due."""
         if self._context.stragglers is not None:
             self._context.stragglers.compare(self.position.step)
         self._evaluate_if_due()
@@ -128,7 +126,6 @@ class Loop:
         self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
-        """Start the clock and run the hooks before the next step is launched."""
         if self._previous is None:
             self._started = time.perf_counter()
         PROGRESS.begin_step(self.position.step + 1)
@@ -151,7 +148,6 @@ class Loop:
             self._settle()
 
     def _launch(self) -> tuple[StepInFlight, int]:
-        """Fetch the data of the next step and launch it; also return the number of samples used over all ranks."""
         context, position = self._context, self.position
         batches, consumed = self.fetch()
         launched = train_step(

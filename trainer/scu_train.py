@@ -20,7 +20,6 @@ from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train with the SCU; return the same exit codes as trainer/train.py."""
     begin()
     arguments = sys.argv[1:] if argv is None else argv
     rank = local_rank = 0

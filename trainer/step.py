@@ -63,8 +63,6 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepContext:
-    """The objects that every step of a run uses."""
-
     engine: Engine
     loss: StepLoss
     batches: BatchSource
@@ -77,7 +75,6 @@ class StepContext:
     """Measures this rank's own time; None with a single rank."""
 
     def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
-        """Count the block as this rank's own time."""
         return nullcontext() if self.stragglers is None else self.stragglers.own_time(on_device=on_device)
 
 
@@ -105,7 +102,6 @@ class StepInFlight:
         return self._ended is not None
 
     def result(self) -> StepResult:
-        """Wait for the step and return its result."""
         if self._ended is not None:
             self._ended.synchronize()
         weight, targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()

@@ -14,7 +14,6 @@ from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, and return the exit code of trainer/entry/rank.py."""
     begin()
     gc.disable()  # until all imports are done
     arguments = sys.argv[1:] if argv is None else argv

@@ -80,7 +80,6 @@ def doctor(
 
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
-    """Check this host, the other hosts, and the ranks' connections; leave out checks that cannot run."""
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
@@ -105,7 +104,6 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
 def check_this_host(
     loaded: LoadedConfig | None, arguments: Sequence[str], ranks: int, *, port: int | None
 ) -> list[Check]:
-    """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
     checks = [*check_packages(), check_bytecode(), *check_driver(), *check_locks(), check_port(port)]
     probed, need = run_probe(arguments, ranks)
@@ -139,7 +137,6 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
 
 
 def check_ranks(command: Command) -> list[Check]:
-    """Start the ranks as a run would, and let them test their connections."""
     PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
     output, problem = _run(command, RANKS_PATIENCE_S)
     if output is None:
@@ -231,7 +228,6 @@ def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> lis
 
 
 def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
-    """Run each host's command, and return the checks that it printed on hosts other than this one."""
     with ThreadPoolExecutor(max_workers=64) as pool:
         results = list(pool.map(_run_captured, commands.values()))
     checks: list[Check] = []

@@ -83,7 +83,6 @@ def _check_dependencies() -> Iterator[Check]:
 
 
 def check_driver() -> Iterator[Check]:
-    """Check the NVIDIA driver, the GPUs it shows, and the CUDA version that torch was built with."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
@@ -142,7 +141,6 @@ def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator[Check]:
-    """Check that a run's folders have free space and can be written."""
     folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
     if config is not None:
         folders = {
@@ -176,7 +174,6 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
 
 
 def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Iterator[Check]:
-    """Check host memory and /dev/shm for `ranks` ranks on this host."""
     failed_state: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
     per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB

@@ -18,7 +18,6 @@ END_OF_TURN = "only the token that ends a trained turn is trained on"
 
 
 def translate(foreign: Foreign) -> Translation:
-    """Return our settings for a configuration of Axolotl."""
     t = Translation(foreign, KEYS)
     set_model(t)
     set_adapter(t)
@@ -36,7 +35,6 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def set_model(t: Translation) -> None:
-    """Set the base model and its tokens; refuse unsupported bases and plugins."""
     common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
         t.refuse("model_quantization_config", "a base that stays in this format is not supported; use the 16-bit model")
@@ -59,7 +57,6 @@ def set_model(t: Translation) -> None:
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the bits of the base, the adapter's initialization, and the adapted layers."""
     common.check_bits(t)
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
     if t.get_setting("adapter") == "none":
@@ -92,7 +89,6 @@ def find_names(pattern: str) -> list[str]:
 
 
 def set_training(t: Translation) -> None:
-    """Set batches, schedule, precision and recomputation."""
     min_ratio = t.get("cosine_min_lr_ratio")
     if min_ratio is not None and not 0 <= min_ratio <= 1:
         t.refuse("cosine_min_lr_ratio", "must be between 0 and 1")
@@ -125,7 +121,6 @@ def set_saves_and_evaluations(t: Translation) -> None:
 
 
 def set_data(t: Translation) -> None:
-    """Set the sources, the sequence length, packing and the held-out data."""
     check_media(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
@@ -155,7 +150,6 @@ def set_data(t: Translation) -> None:
 
 
 def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict[str, Any]]]:
-    """Return the sources of a key, each with its dotted name."""
     value = t.get(name)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     named = ((f"{name}.{index}", entry) for index, entry in enumerate(listed))
@@ -201,7 +195,6 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 
 def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
-    """Return the settings for the `type` of a source."""
     if isinstance(kind, dict):
         return read_prompt(t, kind, at)
     word, _, style = str(kind or "").partition(":")
@@ -223,7 +216,6 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
 
 
 def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
-    """Return the format and fields of a source of preference pairs or labeled answers; `rl` is the method."""
     kind = entry.get("type")
     style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
     keys = {**entry, **(kind if isinstance(kind, dict) else {})}
@@ -237,7 +229,6 @@ def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
 
 
 def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:
-    """Return the settings of a custom prompt, with our names for its fields."""
     names = {mark: kind.get(f"field_{mark}", mark) for mark in ("instruction", "input", "output", "system")}
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))

@@ -115,7 +115,6 @@ COLUMN = 56
 
 
 def format_yaml(translation: Translation, name: str) -> str:
-    """Return the configuration file as YAML text; `name` is its file name."""
     foreign = translation.foreign
     lines = ["#", *_wrap_comment("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
     lines += _format_remarks(foreign, "Differences:", translation.different)

@@ -91,7 +91,6 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 
 
 def set_precision(t: Translation, default: str = "auto") -> None:
-    """Set the precision from bf16 and fp16, which may be true, false or auto."""
     bf16, fp16 = t.get_first("bf16", "bfloat16"), t.get_first("fp16", "float16")
     if bf16 in (True, "full") and fp16:
         t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is also set; remove one of them")
@@ -124,7 +123,6 @@ def check_bits(t: Translation) -> None:
 
 
 def set_bits(t: Translation, name: str) -> None:
-    """Set the bits of the base model."""
     bits = t.get(name)
     if bits not in (None, 4, 8):
         t.refuse(name, "must be 4 or 8; for 16 bits, remove it")
@@ -136,7 +134,6 @@ def set_bits(t: Translation, name: str) -> None:
 
 
 def set_default_targets(t: Translation, name: str) -> None:
-    """Set the layers that PEFT adapts by default."""
     if t.get_setting("adapter") != "none" and "lora.target_modules" not in t.settings:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
         t.note(name, "no targets are set; PEFT's default for most models is written out, q_proj and v_proj")
@@ -176,7 +173,6 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
 
 
 def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluations: Interval | None) -> None:
-    """Set when to save, and when to evaluate and stop early if there is evaluation data."""
     set_interval(t, "save", saves)
     has_held_out_data = bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
     set_interval(t, "eval", evaluations)
@@ -189,7 +185,6 @@ def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluation
 
 
 def set_training(t: Translation, precision: str, evaluation: Interval | None) -> None:
-    """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
     options, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
     schedule, steps = t.get_setting("training.lr_scheduler"), t.get_setting("training.max_steps")
@@ -216,7 +211,6 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
 
 
 def set_thinking(t: Translation) -> None:
-    """Set the chat template's arguments, such as `enable_thinking` for reasoning models."""
     names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
     if arguments := t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}:
         t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)

@@ -16,7 +16,6 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 
 
 def translate(foreign: Foreign) -> Translation:
-    """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
         raise UserError(f"{foreign.label}: the layout of USE_V1=1 is not supported; use the default layout")
     t = Translation(foreign, KEYS)
@@ -48,7 +47,6 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the bits of the base model, and the adapter's scale and initialization."""
     common.set_bits(t, "quantization_bit")
     if "lora.alpha" not in t.settings:
         t.put("lora.alpha", 2 * max(1, t.get("lora_rank", 8)))
@@ -58,7 +56,6 @@ def set_adapter(t: Translation) -> None:
 
 
 def set_data(t: Translation) -> None:
-    """Set the sources, the held-out data, packing and the chat template."""
     t.require("dataset", common.NO_DATA)
     if names := split_names(t.get("dataset")):
         set_sources(t, names)
@@ -80,7 +77,6 @@ def set_data(t: Translation) -> None:
 
 
 def set_sources(t: Translation, names: list[str]) -> None:
-    """Set the named sources, as dataset_info.json describes them."""
     folder = t.get("dataset_dir", "data")
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
@@ -100,7 +96,6 @@ def set_sources(t: Translation, names: list[str]) -> None:
 
 
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
-    """Return the settings of a source from its entry in dataset_info.json; errors are reported for `key`."""
     if name not in info:
         t.refuse(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}
@@ -143,7 +138,6 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
 
 
 def set_images(t: Translation) -> None:
-    """Set the size of images, and whether the vision tower is adapted."""
     common.check_images(t, "model_name_or_path")
     if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # others have one size
         t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
@@ -154,7 +148,6 @@ def set_images(t: Translation) -> None:
 
 
 def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
-    """Return the settings for a source's location, and the part of it to read."""
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
         fix = "the hubs of ModelScope and Modelers are not supported; download the data"
@@ -173,7 +166,6 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
 
 
 def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
-    """Return the format and fields of records in Alpaca's format."""
     theirs = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
     fields = {ours: columns[name] for ours, name in theirs.items() if columns.get(name, ours) != ours}
     if not columns or "query" in columns:
@@ -182,7 +174,6 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, key: str) -> dict[str, Any]:
-    """Return the settings of records with labeled answers."""
     fields = {
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }
@@ -192,7 +183,6 @@ def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, k
 
 
 def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:
-    """Return the format, fields and roles of conversations."""
     turns, role, content = TURNS[form]
     if "system" in columns:  # only sharegpt supports it
         form = "sharegpt"

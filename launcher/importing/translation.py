@@ -82,7 +82,6 @@ def read_tables() -> dict[str, Any]:
 
 
 def load_table(name: str) -> dict[str, Key]:
-    """Return a row for each key of a table in tables.yaml."""
     source = read_tables()[name]
     table: dict[str, Key] = {}
     for names, row in source.get("rows", {}).items():
@@ -114,7 +113,6 @@ def _split_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def read_kind(kind: Any) -> Any:
-    """Parse a `kind` of tables.yaml into the type that `convert` expects."""
     if isinstance(kind, list):
         return tuple(map(read_kind, kind))
     if isinstance(kind, dict):
@@ -175,7 +173,6 @@ class Translation:
     """Our settings by dotted name, with remarks and errors about the keys that set them."""
 
     def __init__(self, foreign: Foreign, table: Table) -> None:
-        """Convert all values, translate keys by their rows, and add their defaults."""
         self.foreign = foreign
         self._table = table
         self.settings: dict[str, Setting] = {}
@@ -197,7 +194,6 @@ class Translation:
         return self._values.get(name, default)
 
     def get_first(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is set."""
         return next((self._values[name] for name in names if name in self._values), None)
 
     def get_setting(self, dotted: str) -> Any:
@@ -205,11 +201,9 @@ class Translation:
         return self.settings[dotted].value if dotted in self.settings else None
 
     def put(self, dotted: str, value: Any, *names: str) -> None:
-        """Set one of our settings; `names` are the keys that may have set it."""
         self.settings[dotted] = Setting(value, tuple(name for name in names if self._get_raw(name) not in EMPTY))
 
     def put_sources(self, sources: Sequence[Mapping[str, Any]], *names: str) -> None:
-        """Set the data to one source, or a mix of several."""
         if len(sources) > 1:
             self.put("dataset.mix", list(sources), *names)
         for key, value in sources[0].items() if len(sources) == 1 else ():
@@ -223,11 +217,9 @@ class Translation:
                 self.refuse(names[0], "must not be negative")
 
     def note(self, name: str, text: str) -> None:
-        """Add a remark about a difference."""
         self.different.append((name, text))
 
     def note_unsupported(self, name: str, text: str) -> None:
-        """Add a remark about an unsupported key."""
         self.left_out.append((name, text))
 
     def report(self, name: str, value: Any, problem: str) -> None:
@@ -238,12 +230,10 @@ class Translation:
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
     def refuse(self, name: str, problem: str) -> None:
-        """Report an error about a key, with its value if it has one."""
         value = self._get_raw(name)
         self.report(name, UNSET if value in EMPTY else value, problem)
 
     def require(self, name: str, fix: str) -> None:
-        """Report an error if a key is not set."""
         if self._get_raw(name) in EMPTY:
             self.refuse(name, f"missing; {fix}")
 
@@ -307,7 +297,6 @@ class Translation:
                     self.note_unsupported(key, f"{shown(inner, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
-        """Report an error of our own checks, for the key that set the setting."""
         assert isinstance(mistake, Mistake), mistake
         parents = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
         ours = next((name for name in parents if name in self.settings), "")
@@ -332,7 +321,6 @@ def is_off(value: Any) -> bool:
 
 
 def split_names(value: Any) -> list[str]:
-    """Return the names in a list or in comma-separated text."""
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [part.strip() for part in parts if part.strip()]
 

@@ -54,7 +54,6 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
 
 
 def read_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a command line by name, with values that are not yet converted."""
     options: dict[str, Any] = {}
     values: list[str] = []
     for word in reversed(arguments):
@@ -108,7 +107,6 @@ def find_script(foreign: Foreign) -> str:
 
 
 def read_losses(t: Translation) -> dict[str, float]:
-    """Return the losses of DPO with their weights."""
     names = [name.lower() for name in split_names(t.get("loss_type", "sigmoid"))]
     for name in names:
         if name not in common.PREFERENCE_LOSSES:
@@ -121,7 +119,6 @@ def read_losses(t: Translation) -> dict[str, float]:
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the kind of adapter, the bits of the base model, and the targets."""
     common.check_bits(t)
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
@@ -136,7 +133,6 @@ def set_adapter(t: Translation) -> None:
 
 
 def set_data(t: Translation) -> None:
-    """Set the sources and the evaluation data."""
     sources = [read_source(t, entry, f"datasets.{index}") for index, entry in enumerate(t.get("datasets", []))]
     if t.foreign.tree.get("datasets") in EMPTY and "dataset.path" not in t.settings:
         t.require("dataset_name", common.NO_DATA)
@@ -159,7 +155,6 @@ def set_data(t: Translation) -> None:
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the settings of one source of a mix."""
     if "path" not in entry:
         t.report(at, entry, "has no path; add one")
     if "data_dir" in entry:

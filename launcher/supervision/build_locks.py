@@ -29,7 +29,6 @@ class BuildLock:
 
 
 def extensions_folder() -> Path:
-    """Return the folder in which torch builds extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 

@@ -39,8 +39,6 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Death:
-    """How a rank ended."""
-
     time: float
     """Value of time.monotonic()."""
     status: int | None = None

@@ -99,10 +99,7 @@ class FolderWatch:
 
 
 class Observer:
-    """Observes the ranks of a run."""
-
     def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
-        """Observe `count` ranks; `reach` accesses those that srun, mpirun or pdsh starts."""
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
         """Known ranks of this host."""
@@ -157,7 +154,6 @@ class Observer:
             send_signal(halted, signal.SIGCONT)
 
     def check_for_steps(self) -> bool:
-        """Read the heartbeats now, and return whether a rank has begun a step."""
         self.has_begun_step |= any(beat.step for beat in read_heartbeats(self._logs).values())
         return self.has_begun_step
 

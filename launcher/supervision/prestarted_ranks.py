@@ -98,7 +98,6 @@ class PrestartedRanks:
         return self._stop()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
-        """Start training in all ranks with these arguments and their output in `log`; return their processes."""
         self._output.seek(0)
         log.write(self._output.read())
         log.flush()
@@ -108,7 +107,6 @@ class PrestartedRanks:
         return self.processes
 
     def end(self) -> None:
-        """Kill all ranks and close their channels."""
         end_sessions([process.pid for process in self.processes])
         for process in self.processes:
             process.wait()

@@ -21,7 +21,6 @@ CHILD_PATIENCE_S = 10.0
 
 
 def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
-    """Return rank -> process for the ranks that run on this host according to their heartbeats."""
     ranks: dict[int, psutil.Process] = {}
     for beat in beats:
         if beat.host != host_name() or beat.exit_code is not None:
@@ -45,7 +44,6 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
-    """Send a signal to each process that still exists."""
     for process in processes:
         try:
             process.send_signal(number)
@@ -54,7 +52,6 @@ def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
 
 
 def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes and all their descendants."""
     tree: list[psutil.Process] = []
     for process in processes:
         try:

@@ -184,7 +184,6 @@ class LauncherLog:
         """The text at the first failure or stop, before this process ended any rank."""
 
     def skip_current(self) -> None:
-        """Skip the current content, which an earlier run or attempt has written."""
         self._start = self._path.stat().st_size
 
     def has_failure(self) -> bool:

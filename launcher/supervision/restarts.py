@@ -33,8 +33,6 @@ _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
 @dataclass(frozen=True)
 class Ending:
-    """How one attempt ended."""
-
     code: int
     fault: Fault | None = None
     """None if the ranks finished, were stopped, or requested a smaller micro-batch."""
@@ -47,7 +45,6 @@ class Ending:
 
     @classmethod
     def from_heartbeats(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
-        """Return the ending, with step and progress read from the heartbeats."""
         by_rank = read_heartbeats(logs)
         failed = by_rank.get(fault.rank) if fault is not None and fault.rank is not None else None
         beats = [failed] if failed is not None else list(by_rank.values())  # others may be a step ahead
@@ -96,7 +93,6 @@ class Restarts:
             delete_restarts(run_dir)
 
     def run(self) -> int:
-        """Start the ranks until they succeed or a restart cannot help, and return the exit code."""
         before = None
         while True:
             ending = self._start([f"{name}={value}" for name, value in self._settings.items()])

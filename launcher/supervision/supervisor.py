@@ -55,8 +55,6 @@ Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
 
 class State(Enum):
-    """State of a run, as known to its launcher."""
-
     STARTING = auto()
     RUNNING = auto()
     STOPPING = auto()
@@ -79,8 +77,6 @@ class End(Enum):
 
 
 class StopSignals:
-    """The signals received, and whether the first was announced and forwarded."""
-
     def __init__(self) -> None:
         self.received: list[int] = []
         self.announced_at: float | None = None
@@ -331,7 +327,6 @@ class Supervisor:
 
 
 def choose_exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
-    """Return a run's exit code from the exit codes of its processes and the signals received."""
     if not any(codes):
         return EXIT_OK
     if signals:

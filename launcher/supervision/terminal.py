@@ -41,7 +41,6 @@ class ConsoleFile:
         return logs.absolute() / "console.log"
 
     def arguments(self) -> list[str]:
-        """Return the options that give a rank this path, and the width of the terminal."""
         terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
         return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
 

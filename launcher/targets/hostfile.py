@@ -79,7 +79,6 @@ def choose_slots(
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    """Raise UserError with every host that `find_unreachable` returns."""
     if problems := find_unreachable(hosts, folder):
         raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in problems.items()))
 

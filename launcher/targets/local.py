@@ -40,8 +40,6 @@ SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, its changes to the environment, and the number of ranks it starts."""
-
     argv: tuple[str, ...]
     ranks: int
     set_variables: Mapping[str, str]
@@ -52,7 +50,6 @@ class Command:
     """A command that starts all ranks, if `argv` starts one."""
 
     def shell(self) -> str:
-        """Return the equivalent shell command."""
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
         changes = SAFE_PATH | dict(self.set_variables)
         variables = [f"{name}={shlex.quote(value)}" for name, value in changes.items()]

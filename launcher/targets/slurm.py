@@ -28,15 +28,12 @@ _LOST = re.compile(r"down|fail|\*$", re.I)
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, and the number of ranks per node."""
-
     job_id: int
     nodes: tuple[str, ...]
     ranks_per_node: int
 
     @property
     def port(self) -> int:
-        """Rendezvous port."""
         return job_port(self.job_id)
 
 
@@ -74,7 +71,6 @@ def build_srun_command(
     port: int | None = None,
     module: str = "trainer.train",
 ) -> Command:
-    """Return the command that runs `module` on every rank of an allocation."""
     ranks = len(allocation.nodes) * allocation.ranks_per_node
     options = [
         f"--nodes={len(allocation.nodes)}",

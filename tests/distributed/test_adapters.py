@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def adapters_of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    """Equal ones alone are computed together with the frozen product."""
+    """Return the adapters of a case; the products of equal ones are batched."""
     return {name: own for name, own in ADAPTERS.items() if name != "other" or not kind.startswith("equal")}
 
 

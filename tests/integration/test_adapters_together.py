@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ops.many_adapters import fused_group
 from tests.preferences import make_pairs_ground, read_metric
 from tests.runs_in_process import make_ground, train
 from trainer.contract.restart_record import AdapterChanges
@@ -88,8 +87,8 @@ def test_a_nan_in_one_adapter_touches_no_other(ground: Path, monkeypatch: pytest
 def test_a_nan_in_the_loss_of_one_of_equal_adapters_touches_no_other(
     ground: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Equal adapters are computed together with the frozen product."""
-    by_part, fused = TokenLoss.compute_by_part, fused_group
+    """The products of equal adapters are batched."""
+    by_part, add = TokenLoss.compute_by_part, many_adapters.add_adapters  # type: ignore[attr-defined]
     calls: list[int] = []
 
     def poison(self: TokenLoss, *arguments: Any) -> torch.Tensor:
@@ -98,12 +97,12 @@ def test_a_nan_in_the_loss_of_one_of_equal_adapters_touches_no_other(
         calls.append(-1)
         return losses * torch.tensor(factors)
 
-    def count(x: torch.Tensor, weights: Any, bundle: Any, *factors: Any) -> list[torch.Tensor]:
-        calls.append(bundle.count)
-        return fused(x, weights, bundle, *factors)
+    def count(x: torch.Tensor, ys: Any, bundles: Any, *others: Any) -> list[torch.Tensor]:
+        calls.extend(bundle.count for bundle in bundles)
+        return add(x, ys, bundles, *others)
 
     monkeypatch.setattr(TokenLoss, "compute_by_part", poison)
-    monkeypatch.setattr(many_adapters, "fused_group", count)
+    monkeypatch.setattr(many_adapters, "add_adapters", count)
     twin = {"name": "twin", "seed": 5, "training.learning_rate": 3e-3}
     with pytest.raises(FloatingPointError, match="1 of 3 adapters failed: twin"):
         together(ground, f"equal-{kind}", [SLOW, twin, LATE], adapter=kind)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.lora import lora_group
-from ops.many_adapters import MAX_PARTS, Bundle, FrozenWeight, add_adapters, fused_group
+from ops.many_adapters import Bundle, add_adapters, enter
 
 IN, OUTS = 24, (16, 40)
 CASES = {
@@ -46,7 +46,9 @@ def test_each_part_is_that_of_its_adapter_alone(case: str) -> None:
                 alone.append(lora_group(part, weights, [], down, up, [scale] * 2, dropout))
         torch.rand(1)
         downs, ups, start = downs + own[0], ups + own[1], end
-    found = add_adapters(x, [(x @ weight.t()).view(1, len(x), -1)[0] for weight in weights], bundles, downs, ups)
+    entered, pending = enter(x)
+    frozen = [entered @ weight.t() for weight in weights]
+    found = add_adapters(x, frozen, bundles, downs, ups, pending)
     expected = [torch.cat([outputs[layer] for outputs in alone]) for layer in range(2)]
     leaves = [x, *downs, *ups]
     grads = [torch.randn_like(each) for each in expected]
@@ -64,63 +66,9 @@ def test_a_nan_stays_in_the_rows_and_factors_of_its_adapter() -> None:
     down, up = draw(2, 4, IN), draw(2, 16, 4)
     with torch.no_grad():
         x[0, 0] = torch.nan
-    [found] = add_adapters(x, [x @ weight.t()], [Bundle(0, 6, 2, (0,), (1.0,))], [down], [up])
+    entered, pending = enter(x)
+    [found] = add_adapters(x, [entered @ weight.t()], [Bundle(0, 6, 2, (0,), (1.0,))], [down], [up], pending)
     grad_x, grad_down, grad_up = torch.autograd.grad(found.sum(), [x, down, up])
     assert found[0].isnan().all() and found[3:].isfinite().all()
     assert grad_down[0].isnan().any() and grad_up[0].isnan().any()
     assert grad_down[1].isfinite().all() and grad_up[1].isfinite().all() and grad_x[3:].isfinite().all()
-
-
-def plain_weight(weight: Tensor, bias: Tensor | None = None) -> FrozenWeight:
-    return FrozenWeight(lambda stored, dtype: stored.to(dtype), (weight,), bias)
-
-
-@pytest.mark.parametrize("layers", [1, 3, MAX_PARTS + 1])
-@pytest.mark.parametrize("stored", [torch.float64, torch.int8])
-def test_adapters_computed_with_the_frozen_product_are_those_alone(
-    layers: int, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    count, tokens, rank, scale = 3, 5, 4, 1.5
-    monkeypatch.setattr("ops.many_adapters.AT_ONCE_BYTES", 0)  # dequantized weights one by one
-    outs = [16, 40, 8, 24, 32][:layers]
-    x, downs = draw(count, tokens, IN), [draw(count, rank, IN) for _ in outs]
-    ups = [draw(out, count, rank).transpose(0, 1) for out in outs]
-    weights = [torch.randint(-9, 9, (out, IN)).to(stored) for out in outs]
-    biases = [torch.randn(out, dtype=torch.float64) if number else None for number, out in enumerate(outs)]
-    frozen = [plain_weight(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    bundle = Bundle(0, count * tokens, count, tuple(range(layers)), (scale,) * layers)
-    found = fused_group(x, frozen, bundle, downs, ups)
-    dense = [weight.double() for weight in weights]
-    alone = [
-        lora_group(x[n], dense, biases, [d[n] for d in downs], [u[n] for u in ups], [scale] * layers)
-        for n in range(count)
-    ]
-    expected = [torch.stack([outputs[layer] for outputs in alone]) for layer in range(layers)]
-    leaves, grads = [x, *downs, *ups], [torch.randn_like(each) for each in expected]
-    for ours, theirs in (
-        (found, expected),
-        (torch.autograd.grad(found, leaves, grads), torch.autograd.grad(expected, leaves, grads)),
-    ):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.shape == other.shape
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("where", ["x", "gradient"])
-def test_a_nan_stays_with_its_adapter_in_the_frozen_product(where: str) -> None:
-    torch.manual_seed(0)
-    count = 2
-    x, down, up, weight = draw(6, IN), draw(count, 4, IN), draw(count, 16, 4), torch.randn(16, IN, dtype=torch.float64)
-    if where == "x":
-        with torch.no_grad():
-            x[0, 0] = torch.nan
-    [found] = fused_group(x, [plain_weight(weight)], Bundle(0, 6, count, (0,), (1.0,)), [down], [up])
-    grad = torch.ones_like(found)
-    if where == "gradient":
-        grad[0, 0] = torch.nan
-    grad_x, grad_down, grad_up = torch.autograd.grad(found, [x, down, up], grad)
-    assert (found[0].isnan().all() and where == "x") or (grad_x[0].isnan().all() and where == "gradient")
-    assert grad_down[0].isnan().any() and grad_up[0].isnan().any()
-    assert found[1:].isfinite().all() and grad_x[1:].isfinite().all()
-    assert grad_down[1].isfinite().all() and grad_up[1].isfinite().all()

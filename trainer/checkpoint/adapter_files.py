@@ -63,7 +63,6 @@ def find_untrainable_tensor(folder: Path) -> str | None:
 
 
 def find_changed_files(folder: Path) -> list[str]:
-    """Return the names of settings and tokenizer files that changed since training."""
     recorded = _recorded_checksums(folder)
     texts = [name for name in recorded if name.endswith(TEXT_SUFFIXES) and name not in UNVERIFIED]
     return [name for name in texts if _has_changed(folder, name, recorded)]
@@ -79,7 +78,6 @@ def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
 
 
 def _recorded_checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums recorded by a checkpoint or finished run, by file name; empty if there are none."""
     if (folder / RECORD).is_file():
         return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
     return read_recorded_checksums(folder)
@@ -150,7 +148,6 @@ class AdapterForm:
         self.loaded.add(key)
 
     def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the trained tensors in PEFT's shapes, by name in the file."""
         peft = {name: factor.to_peft(trained[name]).contiguous() for name, factor in self.factors.items()}
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 

@@ -72,7 +72,6 @@ class Save:
             self._written.set()
 
     def _wait_for_others(self) -> bool:
-        """Wait until every rank has written its files; return False if a rank failed."""
         while not self._all_have_written.is_set():
             if self._has_failed.is_set():
                 return False

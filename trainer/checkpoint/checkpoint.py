@@ -70,7 +70,6 @@ class RankState:
         return replace(self, state=state)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's files and return their paths."""
         files = [folder / f"rank-{self.rank:05d}.safetensors"]
         write_tensors(files[0], self.rank_tensors, {})
         if self.pieces is not None:
@@ -137,7 +136,6 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
 
 
 def _read_loss_scale(engine: Engine) -> dict[str, float] | None:
-    """Return the state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
     scaler = get_loss_scaler(engine.optimizer)

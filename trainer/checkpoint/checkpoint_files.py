@@ -43,7 +43,6 @@ def list_checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Return the optimizer step from a checkpoint's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
@@ -114,7 +113,6 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def read_recorded_checksums(checkpoint: Path) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files by name; empty for any other folder."""
     sums = _parse_checksums((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
     return {name: digest for name, (digest, _) in (sums or {}).items()}
 

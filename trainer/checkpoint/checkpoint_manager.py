@@ -128,7 +128,6 @@ class CheckpointManager:
         self._copied = state, weights
 
     def make_updates_wait(self) -> None:
-        """Make the next update on the device wait for the copies, without blocking the host."""
         self._copies.make_updates_wait()
 
     @phase("save")

@@ -49,7 +49,6 @@ class FinishedRun:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> None:
-    """Add the arguments of `find_run`: RUN, --base-model (with the help `base_model_help`) and --allow-mismatch."""
     parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model_help)
     parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
@@ -112,7 +111,6 @@ def _report_bare_layers(folder: Path, base_model: str) -> None:
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
-    """Raise UserError, naming the file, if the adapter is damaged."""
     if problem := find_adapter_damage(folder):
         others = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
         newest = f"; its newest checkpoint is {others[-1]}" if others else ""
@@ -144,7 +142,6 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
 
 
 def load_saved_tokenizer(run: FinishedRun) -> Any:
-    """Load the tokenizer saved with the adapter, with the run's chat template."""
     section = run.config.model.model_copy(
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
     )
@@ -161,7 +158,6 @@ def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, cha
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -207,7 +203,6 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
 
 
 def quiet_libraries() -> None:
-    """Disable the libraries' progress bars and warnings."""
     for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)  # torchao warns about kernels for other GPUs
 

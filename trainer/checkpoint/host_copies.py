@@ -32,7 +32,6 @@ class HostCopies:
             return buffer.copy_(tensor, non_blocking=True)
 
     def mark_queued(self) -> None:
-        """Record that all copies of a save are queued."""
         if self._stream is not None:
             # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.
             self._event = torch.cuda.Event(blocking=True)

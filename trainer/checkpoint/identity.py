@@ -47,8 +47,6 @@ class Identity(BaseModel):
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference from the recorded identity."""
-
     problem: str
     """`setting=value: the recorded value`."""
     change: str
@@ -192,7 +190,6 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
 
 
 def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
-    """Return a message for each difference in base, data and `settings` that needs the user's permission."""
     compared_settings = {key: value for key, value in now.settings.items() if key.startswith(settings)}
     base = then.base if is_same_base(then.base, now.base) is None else now.base
     differences = find_differences(
@@ -245,7 +242,6 @@ def _normalize_value(name: str, value: Any) -> Any:
 
 
 def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
-    """Return the settings of the initial adapter; empty if it is not on this machine yet."""
     folder = Path(adapter_path).expanduser()
     if not folder.exists():
         if (cached := cached_file(adapter_path, SETTINGS, None)) is None:
@@ -302,7 +298,6 @@ def plan_resumption(
 
 
 def describe_finished(step: int, total_steps: int) -> str:
-    """Return the note for a run that has no steps left."""
     return (
         f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
         "nothing is left to train; raise them to continue"

@@ -108,7 +108,6 @@ def find_output_problem(config: RunConfig) -> str | None:
 
 
 def _find_conflict(config: RunConfig) -> str | None:
-    """Return the conflict with an earlier run in the folder, and the fix; None without a conflict."""
     if config.runs:  # each run has its own folder
         return next((f"{run.output_dir} {conflict}" for run in config.runs if (conflict := _find_conflict(run))), None)
     folder, overwrite = Path(config.output_dir), config.output.overwrite

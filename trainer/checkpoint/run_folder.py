@@ -105,12 +105,10 @@ class RunFolder:
             )  # fmt: skip
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics of a step, on rank 0."""
         if self.metrics is not None:
             self.metrics.log(step, values)
 
     def _copy_initial_adapter(self, source: Path) -> None:
-        """Copy the resumed run's initial adapter into this folder unless it has one."""
         if (self.path / INITIAL_ADAPTER).is_dir():
             return
         if not source.is_dir():
@@ -119,21 +117,17 @@ class RunFolder:
             shutil.copytree(source, self.path / INITIAL_ADAPTER)
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
-        """Record the answer to a sample prompt for the report."""
         self._write_optional(ANSWERS, partial(record_answer, self.path, prompt, when, answer))
 
     def save_examples(self, examples: list[Example]) -> None:
-        """Record training examples for the report."""
         self._write_optional(EXAMPLES, partial(record_examples, self.path, examples))
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
-        """Record the image generated from a sample prompt, for the report and TensorBoard."""
         self._write_optional(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
         if self.metrics is not None:
             self.metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
-        """Write the SCU's records."""
         self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:
@@ -209,7 +203,6 @@ class RunFolder:
             self._say(line)
 
     def print_resume_command(self, step: int) -> None:
-        """Print the command that resumes this run, which was stopped after `step`."""
         command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
         self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
@@ -244,7 +237,6 @@ class RunFolder:
         return write
 
     def _write_card(self, result: Path) -> None:
-        """Write the model card, unless the user wrote it."""
         if self._config.adapter != "none" and not is_users_card(self.path / CARD):
             card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

@@ -34,8 +34,6 @@ KOHYA, GGUF_NAME = "lora.safetensors", "model.gguf"
 
 
 class TextAdapter:
-    """An adapter of a language model."""
-
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: Integers | None) -> str:
         """Write the merged model; return a message that shows how to load it."""
@@ -45,7 +43,6 @@ class TextAdapter:
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        """Export the adapter in the format `form`; return lines to print."""
         if form in ADAPTER_FORMS:
             return export_adapter(run, form, output)
         if form == "hf":
@@ -60,8 +57,6 @@ class TextAdapter:
 
 
 class ImageAdapter:
-    """An adapter of an image model."""
-
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
         merge_images(run, output, dtype=dtype, scale=scale)

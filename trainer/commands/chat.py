@@ -70,7 +70,6 @@ class Conversation:
 
 
 def converse(conversation: Conversation) -> None:
-    """Answer each line of standard input as a turn, or execute it if it is a command."""
     for line in read_stdin_prompts(sys.stdin.isatty()):
         try:
             if line == "/new":

@@ -54,7 +54,6 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
 def build_report(
     planner: Planner, config: RunConfig, memory: int, notes: list[str]
 ) -> tuple[dict[str, Any], RunConfig]:
-    """Return the command's output as values for JSON, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, describe_recomputation(planner, resolved, memory)]

@@ -222,7 +222,6 @@ def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def show(results: dict[str, Any], heading: str, console: Console) -> None:
-    """Print the results in a table with intervals below the values."""
     unit = next(unit for unit in COLUMNS if unit in results)
     columns = COLUMNS[unit]
     table = Table(box=None, pad_edge=False)

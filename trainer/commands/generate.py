@@ -161,7 +161,6 @@ def load_for_prompts(
 
 
 def show(answers: dict[str, str], console: Console) -> None:
-    """Print a single answer as plain text, or two answers in columns."""
     if len(answers) == 1:
         answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.
@@ -211,7 +210,6 @@ def replace_invalid(prompt: Prompt) -> Prompt:
 
 
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
-    """Add the options common to all commands that answer prompts."""
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
     help_ = f"maximum length of an answer in tokens ({longest})"
     parser.add_argument("--max-new-tokens", type=positive_int, default=longest, metavar="N", help=help_)

@@ -49,7 +49,6 @@ def _share_sequence(config: RunConfig, size: int) -> RunConfig:
 
 
 def _resolve_length(planner: Planner, config: RunConfig, length: int, memory: int) -> tuple[Planner, RunConfig]:
-    """Return the planner and configuration for sequences of a given length, with `auto` resolved."""
     planner = replace(planner, lengths=replace(planner.lengths, longest=length, targets=length))
     return planner, planner.resolve(apply_changes(config, {"dataset.max_length": length}), memory)
 
@@ -75,7 +74,6 @@ def _fits(planner: Planner, config: RunConfig, length: int, memory: int) -> bool
 
 
 def format_longest(longest: dict[int, int], seconds: dict[int, float], card: str, context: int | None) -> list[str]:
-    """Return the lines to print, with a warning if a length exceeds the model's context."""
     steps = {size: f"; a step on {card} {value:,.1f} s" for size, value in seconds.items()}
     lines = [
         f"longest sequence with parallel.sequence={size}: {length:,} tokens{steps.get(size, '')}" if length else

@@ -19,7 +19,6 @@ from trainer.setup.kinds import find_model_kind
 
 
 def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
-    """Return lines such as `steps: 100` that describe the run with this model, data and number of ranks."""
     if config.runs:
         by_run = [describe_run(run, data, ranks) for run, data in zip(config.runs, prepared.adapters, strict=True)]
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]

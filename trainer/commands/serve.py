@@ -29,8 +29,6 @@ FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.ar
 
 @dataclass(frozen=True)
 class Server:
-    """An installed server, and the command that starts it."""
-
     name: str
     command: tuple[str, ...]
 

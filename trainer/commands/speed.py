@@ -16,7 +16,6 @@ BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that request a prediction."""
     parser.add_argument(
         "--network", help="also predict the speed, with this bandwidth per GPU between hosts, such as 50GB/s"
     )

@@ -53,8 +53,6 @@ Settings = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Request:
-    """The command's arguments."""
-
     model: str
     data: str
     gpus: int
@@ -65,8 +63,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Profile:
-    """Properties of the data and the model."""
-
     tokens: Any
     targets: Any
     context: int | None
@@ -274,7 +270,6 @@ def _build_config(settings: Settings) -> RunConfig:
 
 
 def _find_gpu_memory(option: str | None) -> tuple[int, str]:
-    """Return the GPU memory, and a text that describes it."""
     if option is not None:
         return parse_memory(option), f"of {option}"
     if torch.cuda.is_available():

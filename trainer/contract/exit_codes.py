@@ -29,7 +29,6 @@ def exit_code_after(number: int) -> int:
 
 
 def is_stop_status(code: int) -> bool:
-    """Return whether an exit status only means that the process was signaled to stop."""
     return code in STOP_CODES or code in _STOPPED_EARLY
 
 

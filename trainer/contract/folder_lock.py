@@ -45,14 +45,11 @@ class FolderLost(UserError):
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a lock."""
-
     host: str
     process: ProcessMark
 
     @classmethod
     def for_this_process(cls) -> "Holder":
-        """Return the holder for the calling process."""
         mark = ProcessMark.read(os.getpid())
         assert mark is not None, "/proc lacks this process"
         return cls(host_name(), mark)
@@ -60,8 +57,6 @@ class Holder:
 
 @dataclass(frozen=True)
 class Lock:
-    """The content of the file."""
-
     token: str
     """Unique for every run."""
     since: str
@@ -74,14 +69,12 @@ class Lock:
 
     @classmethod
     def for_this_process(cls) -> "Lock":
-        """Create a lock for the calling process."""
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
 
     def describe(self) -> str:
-        """Describe the newest holder."""
         if not self.holders:
             return "an unknown process"
         job = f" of job {self.job}" if self.job else ""
@@ -235,8 +228,6 @@ def describe_live_holder(run_dir: Path) -> str | None:
 
 
 class _HolderWatch:
-    """Detects whether the holders of a lock are alive."""
-
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
         self._changes = 0
@@ -257,7 +248,6 @@ class _HolderWatch:
 
 
 def _should_wait(lock: Lock, held: Lock, resumes: bool) -> bool:
-    """Return whether the run of lock `lock` waits for the run that holds the folder."""
     under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
     return held.is_predecessor_of(lock) or (resumes and under_scheduler)
 

@@ -34,8 +34,6 @@ STACK_MARK = "Python stack of rank"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a rank."""
-
     rank: Count
     host: str
     pid: ProcessId
@@ -64,21 +62,17 @@ class Heartbeat:
 
     @classmethod
     def missing(cls, rank: int) -> "Heartbeat":
-        """Create a placeholder for a rank without a heartbeat."""
         return cls(rank, "", 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
 
     @property
     def is_missing(self) -> bool:
-        """Whether this is a placeholder for a rank without a heartbeat."""
         return self.pid == 0
 
     @property
     def has_completed_step(self) -> bool:
-        """Whether the process has completed a step since its start."""
         return self.step > self.first_step > 0
 
     def describe_position(self) -> str:
-        """Describe the rank's position in the run, as in "step 412, phase backward"."""
         step = f"step {self.step}" if self.step else "before the first step"
         return f"{step}, phase {self.phase}" if self.phase else step
 
@@ -136,7 +130,6 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
 
 
 def clear_heartbeats(logs: Path) -> None:
-    """Remove the files of an earlier run."""
     for path in (*logs.glob("heartbeat-*.json"), *logs.glob("error-*.json"), logs / VERDICT_FILE):
         path.unlink(missing_ok=True)
 
@@ -195,7 +188,6 @@ class HeartbeatFolder:
                 os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).encode(), 0)
 
     def read(self) -> dict[int, Heartbeat]:
-        """Return the latest heartbeat of every rank that has one."""
         return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
     def read_verdict(self) -> Hang | None:

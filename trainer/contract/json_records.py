@@ -35,8 +35,6 @@ def parse_record(line: bytes, path: Path) -> Record:
 
 @dataclass(frozen=True)
 class SweptRun:
-    """A run of a sweep, with one combination of values."""
-
     folder: str
     digest: str = ""
     """Digest of its configuration."""

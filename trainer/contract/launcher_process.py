@@ -168,7 +168,6 @@ def exit_with_children(exit_code: int) -> None:
 
 
 def _is_closed(descriptor: int) -> bool:
-    """Return whether the reading end of a pipe or socket is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

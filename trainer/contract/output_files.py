@@ -60,7 +60,6 @@ def disk_error(error: BaseException) -> str | None:
 
 
 def describe_disk(path: Path) -> str:
-    """Describe the disk of a path: its mount point and free space."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent

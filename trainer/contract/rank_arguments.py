@@ -52,8 +52,6 @@ def resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
 
 @dataclass(frozen=True)
 class StartMessage:
-    """The message that starts a prestarted rank."""
-
     arguments: list[str]
     """All arguments of the rank."""
     log: str

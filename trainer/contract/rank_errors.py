@@ -18,8 +18,6 @@ class OtherRankFailed(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank."""
-
     rank: Count
     text: str
     """The message of a user error; `type: message` of other errors."""
@@ -30,7 +28,6 @@ class RankError:
 
     @classmethod
     def from_exception(cls, rank: int, error: Exception) -> "RankError":
-        """Build the record of `error`, raised on `rank`."""
         is_user_error = isinstance(error, UserError)
         text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         return cls(rank, text, is_user_error, isinstance(error, OtherRankFailed))

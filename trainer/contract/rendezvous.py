@@ -61,7 +61,6 @@ def first_host(node_list: str) -> str:
 
 
 def host_name() -> str:
-    """Return the name of this host in the cluster."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -95,7 +94,6 @@ def find_port_problem(port: int) -> str:
 
 
 def port_taken_message(port: int, reason: str, host: str = "this host") -> str:
-    """Return the error message for a taken rendezvous port."""
     return f"--master-port {port}: not free on {host} ({reason}); use another port, or omit the option"
 
 

@@ -51,7 +51,6 @@ class RestartNote:
         return note
 
     def settings(self) -> dict[str, str]:
-        """Return the settings to restart with."""
         return {
             "training.batch_size": str(self.batch_size),
             "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
@@ -62,8 +61,6 @@ class RestartNote:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart: why the ranks ended, and where they resumed."""
-
     time: float
     """Seconds since 1970."""
     reason: str
@@ -117,7 +114,6 @@ def record_restart(run_dir: Path, restart: Restart) -> None:
 
 
 def delete_restarts(run_dir: Path) -> None:
-    """Delete the record, for a run that starts from scratch."""
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)
 
 

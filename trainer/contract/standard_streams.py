@@ -17,7 +17,6 @@ class Progress:
         self._is_shown = False
 
     def show(self, text: str, *, on_pipe: bool = False) -> None:
-        """Replace the progress line with `text`."""
         if os.environ.get("TERM") != "dumb" and os.isatty(2):
             width = shutil.get_terminal_size().columns - 5
             self._write("".join(filter(str.isprintable, text))[:width] + " ...")
@@ -27,7 +26,6 @@ class Progress:
                 os.write(2, f"{text} ...\n".encode())
 
     def clear(self) -> None:
-        """Remove the line."""
         if self._is_shown:
             self._is_shown = False
             self._write("")

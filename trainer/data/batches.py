@@ -99,12 +99,10 @@ class MicroBatch:
 
     @property
     def target_count(self) -> int:
-        """Number of tokens with a loss."""
         return int((self.targets != IGNORED).sum())
 
     @property
     def target_weight(self) -> float:
-        """Sum of the targets' weights."""
         return self.target_count if self.weights is None else float(self.weights.double().sum())
 
 
@@ -143,7 +141,6 @@ class GlobalBatches:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a global batch, G."""
         return self.batch_size * self.accumulation * self.world_size
 
     def parts(self) -> list[slice]:
@@ -181,7 +178,6 @@ class Batches(GlobalBatches):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples in an epoch, over all ranks."""
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
@@ -200,7 +196,6 @@ class Batches(GlobalBatches):
         return [collate(part, **self._layout) for part in rows], len(selected)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's permutation of the samples."""
         if self._order is None or self._order[0] != epoch:
             count = len(self.samples)
             generator = np.random.default_rng([self.seed, epoch])
@@ -261,7 +256,6 @@ class StreamBatches(GlobalBatches):
         return [collate(samples[part], **self._layout) for part in self.parts()], len(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream after the last step, as plain values."""
         if self._samples is None:  # nothing was read since the run resumed
             return self._state
         return {
@@ -291,7 +285,6 @@ class StreamBatches(GlobalBatches):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far."""
         if self._samples is None:
             return self._skipped
         return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
@@ -302,7 +295,6 @@ class StreamBatches(GlobalBatches):
         self._remaining = iter(self._samples)
 
     def _read(self, count: int) -> list[Sample]:
-        """Return the next samples, across epoch boundaries."""
         samples: list[Sample] = []
         while len(samples) < count:
             sample = next(self._remaining, None)
@@ -389,7 +381,6 @@ def collate(
 
 
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
-    """Concatenate the rows of several micro-batches of the same layout."""
     is_flat = batches[0].cu_seqlens is not None
     longest = max(batch.input_ids.shape[1] for batch in batches)
     padding = {"input_ids": pad_token_id, "targets": IGNORED, "attention_mask": 0, "position_ids": 0, "unpadded": 0}

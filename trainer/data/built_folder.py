@@ -99,7 +99,6 @@ def _describe_file(path: Path) -> list[int | str]:
 
 
 def digest_json(value: Any) -> str:
-    """Return a hash of a value that JSON can represent."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 

@@ -36,8 +36,6 @@ MIN_SOURCE_FRACTION = 1e-6
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training and held-out samples, their statistics, and a key that identifies the data."""
-
     train: Samples | SampleStream
     evaluation: Samples | None
     stats: DataStats

@@ -104,7 +104,6 @@ class ChatTemplate:
             raise RenderError(f"{error}" or type(error).__name__) from None
 
     def _adapt_message(self, message: Message) -> Message:
-        """Convert a message to the form that the template reads."""
         adapted = dict(message)
         if IMAGE in message["content"]:
             adapted["content"] = _split_images(message["content"])
@@ -224,7 +223,6 @@ class ChatTemplate:
 
     @cached_property
     def question_prompt(self) -> str:
-        """The generation prompt after a question."""
         try:
             return self._observe_prompt([_QUESTION], None)
         except RenderError:

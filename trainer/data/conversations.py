@@ -43,7 +43,6 @@ def find_chat_template(
 
 
 def build_template_variables(section: DatasetSection) -> dict[str, Any]:
-    """Return the variables passed to the chat template in training and generation."""
     return section.chat_template_kwargs | ({"enable_thinking": False} if section.thinking == "empty" else {})
 
 
@@ -260,7 +259,6 @@ class _Rendered:
         return spans
 
     def _find_answer_start(self, index: int, start: int, end: int) -> int:
-        """Find where an answer starts, after its generation prompt or fixed header."""
         turn = self._chat[index][TURN_KEY]
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)

@@ -44,8 +44,6 @@ SHORTEST_PART = 2
 
 @dataclass(frozen=True)
 class SourceReport:
-    """The format of a source, its skipped records, and notes for the user."""
-
     shape: Shape
     skipped: int
     notes: tuple[str, ...]
@@ -153,7 +151,6 @@ class DocumentEncoder:
         return columns
 
     def _describe_document(self, example: Example, document: Encoded, continued: bool) -> dict[str, Any]:
-        """Return a document's value for each column."""
         sides = _sides(example)
         answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
         turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
@@ -213,7 +210,6 @@ class DocumentEncoder:
         return replace(example, messages=messages, weights=weights)
 
     def build_report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
-        """Build the report on a source from its first record and the columns of some or all records."""
         problems = rows.column("problem").drop_null().to_pylist()
         total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
         if total == len(problems):

@@ -201,7 +201,6 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
 
 
 def describe_type(value: Any) -> str:
-    """Describe the type of a JSON value for a message."""
     names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
 

@@ -66,22 +66,18 @@ class DataStats:
 
     @property
     def trained_fraction(self) -> float:
-        """Fraction of the tokens that are targets."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def packing_efficiency(self) -> float:
-        """Fraction of the samples' capacity used by tokens."""
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
     def lines(self) -> list[str]:
-        """Return the statistics as lines for the console."""
         lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
         lines += self.evaluation._format_counts("held out") if self.evaluation else []
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
     def warnings(self) -> list[str]:
-        """Return warnings about data that is valid but rarely intended."""
         limit, held_out = f"dataset.max_length={self.max_length}", self.evaluation or DataStats()
         lost = "the beginning of their prompts" if self.pairs else "their end"
         leaks = "held-out documents are also in the training data, so the held-out loss is too low"

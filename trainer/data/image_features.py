@@ -29,7 +29,6 @@ class TowerOutput:
 
     @classmethod
     def from_model(cls, output: Any) -> "TowerOutput":
-        """Return what the model reads of the output of its `get_image_features`."""
         pooled = getattr(output, "pooler_output", None)
         if isinstance(pooled, list | tuple):  # an entry for each image or tile
             pooled = (torch.cat(tuple(pooled)),)
@@ -37,17 +36,13 @@ class TowerOutput:
         return cls(pooled, getattr(output, "deepstack_features", None), state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors with their names."""
         return {name: each for key, value in vars(self).items() for name, each in _flatten(key, value)}
 
     def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
-        """Return the output with `change` applied to all tensors."""
         return TowerOutput(*(_map_tensors(value, change) for value in vars(self).values()))
 
 
 class FeatureFiles:
-    """A folder with a safetensors file of features for each image."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -41,7 +41,6 @@ class ImageParts:
         """The image of each placeholder, None if it is in the record's list of images."""
 
     def read_part(self, part: Mapping[str, Any]) -> str:
-        """Return the text for an image part of a turn's content."""
         self._values.append(_first_source(part))
         return IMAGE
 
@@ -126,12 +125,10 @@ def read_stored(stored: bytes) -> tuple[bytes, str]:
 
 
 def get_stored_file(stored: bytes) -> Path:
-    """Return the path in a stored reference."""
     return Path(stored.split(b":", 3)[3].decode())
 
 
 def has_changed(stored: bytes) -> bool:
-    """Return whether a file has changed since its reference was stored."""
     _, size, time, name = stored.split(b":", 3)
     try:
         stat = Path(name.decode()).stat()
@@ -171,7 +168,6 @@ def refuse_high_depth(image: Any, name: str) -> None:
 
 
 def is_animated(data: bytes) -> bool:
-    """Return whether a readable image has several frames or pages."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
@@ -179,7 +175,6 @@ def is_animated(data: bytes) -> bool:
 
 
 def damaged_image_error(name: str, error: Exception) -> UserError:
-    """Return the error for bytes that Pillow cannot read."""
     from PIL import UnidentifiedImageError
 
     reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error

@@ -86,7 +86,6 @@ def mark_template(source: str) -> str:
 
 
 def mark_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a numbered message with its text and reasoning between markers."""
     marked, turn = dict(message), message[TURN_KEY]
     before, reasoning, after, text = split_reasoning(message)
     marked["content"] = before + _mark_text("reasoning", reasoning, turn) + after + _mark_text("text", text, turn)
@@ -103,7 +102,6 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its reasoning."""
     *thought, text = split_reasoning(message)
     stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
     return stripped | ({"content": text.lstrip()} if any(thought) else {})
@@ -120,7 +118,6 @@ def find_thoughts(marked: Marked) -> list[tuple[int, int]]:
 
 
 def has_generation_blocks(source: str) -> bool:
-    """Return whether the template marks the model's text with `{% generation %}` blocks."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 

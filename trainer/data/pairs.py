@@ -67,8 +67,6 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
 
 @dataclass(frozen=True)
 class Labeled:
-    """An answer with its prompt, labeled as desirable or not."""
-
     answer: Turns | Text
     is_desirable: bool
     continued: bool = False
@@ -150,7 +148,6 @@ def _is_conversation(answer: Any) -> bool:
 
 
 def _find_common_start(answers: Sequence[Any], where: str) -> Any:
-    """Return the turns or words that both answers begin with."""
     chosen, rejected = answers
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):

@@ -32,13 +32,11 @@ class Prepared:
 
 
 def has_images(prepared: Prepared) -> bool:
-    """Return whether any document of the training or held-out data has images."""
     stats = prepared.data.stats
     return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
 
 
 def count_skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
-    """Return the number of records per source skipped so far by `dataset.on_bad_record: skip`."""
     counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
     return counts
 

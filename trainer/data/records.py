@@ -74,7 +74,6 @@ class Fields(Mapping[str, Any]):
         return wrapped
 
     def unread(self) -> tuple[str, ...]:
-        """Return the nonempty fields that were not read."""
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
         inner = [(name, field) for name, fields in self._inner for field in fields.unread() if field not in NO_TEXT]
         return (
@@ -148,7 +147,6 @@ def _read_example(record: Mapping[str, Any], shape: Shape, where: str, system_pr
 
 
 def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
-    """Fill the `custom` template with a record; the template may have a placeholder for the system prompt."""
     assert shape.template is not None
     values = {name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()}
     template = shape.template
@@ -221,7 +219,6 @@ def _read_turns(
 
 
 def _find_keys(turn: Any, shape: Shape) -> tuple[str, str]:
-    """Return the keys of a turn's role and text."""
     keys = shape.names.get("role", "role"), shape.names.get("content", "content")
     if shape.format == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
         keys = shape.names.get("from", "from"), shape.names.get("value", "value")
@@ -257,7 +254,6 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 def _read_message(
     turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str], images: ImageParts
 ) -> dict[str, Any]:
-    """Convert a turn to a message with role, content, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Fields):
         raise UserError(f"{where}: is {describe_type(turn)}; write a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])

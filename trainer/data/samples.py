@@ -102,8 +102,6 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples that are tokenized while they are read."""
-
     read: Callable[..., Any]
     """Starts a pass over the sources from epoch, state, rank and `gather` (see `stream_samples`)."""
     packed: bool
@@ -115,7 +113,6 @@ def split_row_length(tokens: int, rejected: int) -> list[int]:
 
 
 def split_documents(sample: Sample) -> Iterator[Sample]:
-    """Yield the documents of a pack as separate samples."""
     start = 0
     for number, length in enumerate(sample.document_lengths):
         end, images = start + length, sample.images[number : number + 1]
@@ -140,7 +137,6 @@ def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]
 
 
 def join_samples(samples: list[Sample]) -> Sample:
-    """Concatenate samples into one sequence; `document_lengths` separates their documents."""
     if len(samples) == 1:
         return samples[0]
     images = [document for sample in samples for document in sample.images or ((),) * len(sample.document_lengths)]

@@ -21,7 +21,6 @@ _MEASURED_SAMPLES = 1000
 
 
 def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
-    """Return the number of leading tokens that both documents can share."""
     answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
     shortest = max(0, min(answer - 1, len(chosen.input_ids)))
     equal = np.asarray(chosen.input_ids[:shortest]) == np.asarray(rejected.input_ids[:shortest])

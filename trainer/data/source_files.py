@@ -22,7 +22,6 @@ def describe_source(source: SourceSection, label: str) -> str:
 
 
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
-    """Build a source from the path in an option or setting, which `label` names in errors."""
     try:
         # Set the path afterwards: the constructor reads the name `none` as no path.
         return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
@@ -48,7 +47,6 @@ def read_template(configured: str) -> str:
 
 
 def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
-    """Return the data files of a path: the file itself, or the files of the split in a folder."""
     where = describe_source(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
@@ -88,7 +86,6 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
 
 
 def describe_missing_split(label: str, split: str, path: str) -> str:
-    """Return the message for a missing split."""
     fix = "remove the setting, use train[:100] for a part, or set the path to the file of the split"
     return f"{label}.split={split}: {path} has no such split; {fix}"
 

@@ -107,7 +107,6 @@ def compute_content_key(source: SourceSection, label: str) -> str:
 
 
 def no_records_error(source: SourceSection, label: str) -> UserError:
-    """Return the error for a source without records."""
     header = " (the first line of a CSV file names its columns)" * (".csv" in str(source.path).lower())
     return UserError(f"{describe_source(source, label)}: has no records{header}; use another dataset")
 
@@ -250,7 +249,6 @@ def _build_read_error(source: SourceSection, label: str, kind: str, error: Excep
 
 
 def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
-    """Read a folder written by `save_to_disk` of the datasets library."""
     from datasets import Dataset
 
     try:

@@ -28,7 +28,6 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
 
 
 def global_batch(training: TrainingSection, world_size: int) -> int:
-    """Return the samples of one optimizer step over all ranks."""
     if training.batch_size == AUTO:
         return training.global_batch_size or 1
     return training.batch_size * training.gradient_accumulation_steps * world_size

@@ -193,7 +193,6 @@ class MixedStream:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far."""
         return {stream.label: stream.state["skipped"] for stream in self._streams}
 
     def state_dict(self) -> State:

@@ -75,7 +75,6 @@ _NO_DATA = {
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file only names the data that Git LFS stores elsewhere."""
     with file.open("rb") as stream:
         return _NO_DATA.get(stream.read(23)) == LFS_POINTER
 

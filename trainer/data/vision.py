@@ -158,7 +158,6 @@ class PromptImages:
         return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
 
     def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:
-        """Return inputs in addition to a prompt's token ids, for a model with these `arguments` and `dtype`."""
         if not self.stored:
             return {}
         types = {name: self.reader.mark_image_tokens(ids) for name in TYPE_NAMES if name in arguments}
@@ -167,8 +166,6 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Builds the image inputs of micro-batches for one model."""
-
     reader: ImageReader
     dtype: torch.dtype
     """The model's."""
@@ -190,7 +187,6 @@ class ImageInputs:
         return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
 
     def build(self, batch_ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
-        """Return the image inputs of a micro-batch with these token ids, positions and rows."""
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}

@@ -71,8 +71,6 @@ class AdapterEngine:
 
 @dataclass
 class _Member:
-    """One adapter, with its run and state."""
-
     run: Run
     number: int
     adapter: str
@@ -88,7 +86,6 @@ class JointRun:
         self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
         lock: FolderLock | None = None, *, verbose: bool = True,
     ) -> None:  # fmt: skip
-        """Prepare a `Run` for each adapter; the arguments are the same as for `Run`."""
         self.config, self._notes, self._lock, self._prepared = loaded.config, loaded.notes, lock, prepared
         self._ranks, self._stop, self._verbose = ranks, stop, verbose
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
@@ -145,7 +142,6 @@ class JointRun:
         self._report()
 
     def close(self) -> None:
-        """Close the metrics of all runs after a failure."""
         for run in self.runs:
             run.close()
 
@@ -221,7 +217,6 @@ class JointRun:
         return [member for member in self._list_unfinished() if member.run.loop.should_continue]
 
     def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
-        """Run a joint step, then let each adapter process its results."""
         first = active[0].run
         for member in active:
             member.run.loop.before_step()

@@ -43,7 +43,6 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the micro-batch (T)."""
         return self.rows * self.kernels.length
 
     @property
@@ -54,8 +53,6 @@ class Work:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations of a micro-step."""
-
     kept: int
     """Kept from the forward pass for the backward pass."""
     backward: int
@@ -64,7 +61,6 @@ class Activations:
     """Kept in host memory."""
 
     def scale(self, rows: int) -> "Activations":
-        """Multiply all sizes by a number of rows."""
         return Activations(*(size * rows for size in astuple(self)))
 
 

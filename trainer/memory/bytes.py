@@ -53,7 +53,6 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Memory that must be free on a GPU: peak, slack and CUDA context."""
         return self.peak + self.slack + CONTEXT
 
     @property
@@ -201,7 +200,6 @@ def host_bytes(shapes: Shapes, placement: Placement, activations: int = 0) -> in
 
 
 def offloaded_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of weights and optimizer state that are offloaded to the host."""
     total = placement.base_states
     if placement.zero.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.

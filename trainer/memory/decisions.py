@@ -66,8 +66,6 @@ class Decision(Generic[T]):
 
 @dataclass(frozen=True)
 class Decisions:
-    """All decisions that the builder and the estimate share."""
-
     attention: Decision[str]
     """`varlen`, `sdpa`, `eager`, or the value of model.attn_implementation."""
     own_elementwise: Decision[bool]
@@ -99,7 +97,6 @@ class Decisions:
     """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        """Convert the decisions for run.json and `estimate --json`."""
         return {name: {"value": choice.value, "reason": choice.reason} for name, choice in vars(self).items()}
 
     def format_summary(self) -> str:

@@ -74,7 +74,6 @@ class ImagePlanner(Planner):
 
 
 def read_image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
-    """Return the weights of the adapted model by block, and layers without widths."""
     model = _build_meta_model(pipeline, lora)
     base = model.get_base_model()
     blocks = [base.get_submodule(path) for path in base.gathered_blocks()]
@@ -128,7 +127,6 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
 
 
 def find_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
-    """Return the shapes of an encoded caption, for use without data."""
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
     return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_find_pooled_width(settings),)}

@@ -77,8 +77,6 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one layer."""
-
     kept: int
     """Kept for the backward pass, including its input."""
     peak: int

@@ -86,8 +86,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planner:
-    """Estimates the memory of variants of a configuration on one machine."""
-
     shapes: Shapes
     lengths: Lengths
     machine: Machine
@@ -115,7 +113,6 @@ class Planner:
         return {"dataset.max_length": length // 2} if length > MIN_HALVED_LENGTH else {}
 
     def estimate(self, config: RunConfig) -> Estimate:
-        """Return the estimate of a configuration without `auto`."""
         decided = self.build_decisions(config)
         work, placement = self.build_work(config, decided), self._build_placement(config, decided)
         activations = self.estimate_activations(work)
@@ -156,7 +153,6 @@ class Planner:
         return Choice(changed, changes, self.estimate(changed))
 
     def list_stages(self, config: RunConfig) -> list[Choice]:
-        """Return every stage with each possible kind of offload."""
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
         variations = [
             {"zero.stage": stage, **OFFLOADS[name]}
@@ -166,12 +162,10 @@ class Planner:
         return [self.try_changes(config, changes) for changes in variations]
 
     def find_lowest_stage(self, config: RunConfig, memory: int) -> int | None:
-        """Return the lowest stage with an estimate within `memory` bytes, with the configured offload."""
         choices = (self.try_changes(config, {"zero.stage": stage}) for stage in STAGES)
         return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
     def find_largest_useful_batch(self, config: RunConfig) -> int:
-        """Return the largest useful micro-batch regardless of memory."""
         global_batch, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
         if global_batch not in (None, AUTO):
             return min(LARGEST_BATCH, max(1, global_batch // ranks))

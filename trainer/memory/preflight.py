@@ -35,7 +35,6 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
 
     def build_recovery(self, world_size: int) -> Recovery:
-        """Return the handler of out-of-memory errors in the run's steps."""
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
@@ -129,7 +128,6 @@ def plan_for_machine(
 
 
 def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
-    """Describe how `training.gradient_checkpointing: auto` was resolved, in one line."""
     training, estimate = resolved.training, planner.estimate(resolved)
     mode, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
@@ -140,7 +138,6 @@ def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -
 
 
 def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
-    """Return a warning if host memory has no room for all offloaded activations, otherwise an empty string."""
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
     work = planner.build_work(resolved, planner.build_decisions(resolved))

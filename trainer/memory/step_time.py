@@ -32,8 +32,6 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Collective:
-    """A kind of collective in a step."""
-
     name: str
     per_step: int
     """Number of times in a step."""
@@ -115,7 +113,6 @@ def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict
 
 
 def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
-    """Return the fraction of the layers' forward pass that is recomputed."""
     mode = config.training.gradient_checkpointing
     if mode in ("none", "selective"):
         return 0.0 if mode == "none" else 0.5
@@ -140,7 +137,6 @@ def _predict_compute(
 def _predict_gathers(
     planner: Planner, config: RunConfig, link: float, network: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds of a micro-step's weight gathers if nothing else runs."""
     traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
     near, far = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
     seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)

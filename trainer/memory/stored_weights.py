@@ -17,8 +17,6 @@ GATHERED_LAYERS = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a model."""
-
     elements: int
     packable: bool
     """Whether it is a matrix that is packed in a quantized base."""
@@ -41,8 +39,6 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The properties of a model that the estimate uses."""
-
     hidden: int
     vocabulary: int
     tied: bool
@@ -187,7 +183,6 @@ def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
 
 
 def base_shard_size(size: int, placement: Placement) -> int:
-    """Return a rank's shard of `size` bytes of the base, which stage 3 partitions."""
     return -(-size // (placement.shard_group or placement.world_size)) if placement.zero.stage == 3 else size
 
 

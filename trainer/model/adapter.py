@@ -271,7 +271,6 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
 
 
 def list_rank_warnings(lora: LoraSection) -> list[str]:
-    """Return a warning if the adapter at `lora.adapter_path` has a different rank than `lora.r`."""
     path = Path(lora.adapter_path or "")
     if not lora.adapter_path or not path.is_dir() or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
         return []

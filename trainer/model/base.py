@@ -228,7 +228,6 @@ def load_base_model(
 
 
 def match_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Grow the embedding if the tokenizer has more tokens than the model has rows."""
     rows = model.config.get_text_config().vocab_size  # a partitioned weight reports no rows
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)

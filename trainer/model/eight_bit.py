@@ -71,20 +71,16 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def packed(self) -> ops.EightBitWeight:
-        """The weight as input to the operators that multiply in 8 bits."""
         return ops.EightBitWeight(self.weight, self.row_scale)
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """The weight as input to the operators that dequantize it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized weight [O,I]."""
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return y[..., O] in the dtype of x, computed in the layer's compute dtype."""
         check_input(x)
         converted = x.to(self.compute_dtype)
         if self.exact:

@@ -58,7 +58,6 @@ class ParamWrapper(lora.ParamWrapper):
         return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], rate)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the experts with the adapters of this wrapper and of the wrappers nested in it."""
         adapters: dict[str, Adapter] = {}
         layer: Any = self
         while isinstance(layer, ParamWrapper):

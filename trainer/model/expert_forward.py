@@ -36,7 +36,6 @@ class Adapter:
 def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Compute the output of `experts`, given the arguments of its forward, with `adapters` by tensor name."""
     compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
@@ -173,7 +172,6 @@ def _try_activations(experts: Any) -> ExpertActivation | None:
 def run_in_torch(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Compute the experts one by one in plain torch."""
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)

@@ -33,7 +33,6 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module has fused experts that our forward can compute."""
     names = expert_names(module)
     if DOWN not in names or len(names) < 2 or _find_unknown_parts(module):
         return False
@@ -120,7 +119,6 @@ class ExpertFactor(nn.Module):
         return weight.permute(1, 2, 0).flatten(1)
 
     def from_peft(self, weight: Tensor) -> Tensor:
-        """Undo `to_peft`."""
         if self.down:
             return weight.unflatten(0, (self.experts, -1))
         return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)

@@ -77,18 +77,15 @@ def list_aliases(path: str, name: str) -> list[str]:
 
 
 def list_expert_aliases(model: nn.Module) -> list[str]:
-    """Return the aliases of all fused expert tensors."""
     layers = expert_modules(model).items()
     return [alias for path, module in layers for name in expert_names(module) for alias in list_aliases(path, name)]
 
 
 def matches_aliases(target: str, aliases: list[str]) -> bool:
-    """Return whether a name in the settings matches one of a tensor's aliases."""
     return any(matches_path(target, alias) for alias in aliases)
 
 
 def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None) -> None:
-    """Raise UserError for settings that adapters on experts do not support."""
     _check_parameters(model, lora)
     targets = find_expert_targets(model, lora, outside_text)
     if not targets:
@@ -182,7 +179,6 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
 
 
 def expert_rank(model: Any, lora: LoraSection) -> int:
-    """Return the rank of each expert's adapter."""
     if lora.expert_rank == "r":
         return lora.r
     if lora.expert_rank == "r/top_k":

@@ -84,7 +84,6 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
 
 
 def _find_processor_class(base_model: str, revision: str, model_config: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the model's processor and its settings."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
     processor_class = PROCESSOR_MAPPING[type(model_config)]
@@ -113,7 +112,6 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
 
 
 def trains_images(model: Any) -> bool:
-    """Return whether an adapted model trains parts of its vision tower or projector."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

@@ -39,7 +39,6 @@ class IntegerForm:
 
     @property
     def bits(self) -> int:
-        """Bits per value."""
         return BITS[self.kind]
 
     def __str__(self) -> str:
@@ -81,7 +80,6 @@ def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.
 
 
 def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
-    """Raise UserError if layers adapted by `lora` have no integer format; the model is empty."""
     setting = f"training.qat={kind}"
     targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
@@ -105,7 +103,6 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
 
 
 def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
-    """Return the adapted plain linear layers, by path."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -128,6 +125,5 @@ def explain_not_rounded(layer: Any) -> str | None:
 
 
 def check_torchao(setting: str) -> None:
-    """Raise UserError if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"{setting}: needs torchao, which is not installed; {INSTALL}")

@@ -32,7 +32,6 @@ def has_score(model_config: Any) -> bool:
 
 
 def set_score_head(base_model: str, model_config: Any) -> None:
-    """Give the configuration a score head for a reward. Raises UserError if the model does not support it."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -155,7 +154,6 @@ def supports_sdpa(model: Any) -> bool:
 
 
 def is_mxfp4(model_config: Any) -> bool:
-    """Return whether the experts are stored in MXFP4 according to config.json."""
     return find_quantization_method(model_config) == MXFP4
 
 

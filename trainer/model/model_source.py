@@ -23,8 +23,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group of layers in a compressed-tensors configuration."""
-
     weights: dict[str, Any] | None = None
 
 
@@ -60,15 +58,11 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    """The keys of generation_config.json used here."""
-
     eos_token_id: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """The keys of tokenizer_config.json used here."""
-
     tokenizer_class: str | None = None
     chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
 
@@ -107,7 +101,6 @@ def check_source(setting: str, name: str) -> None:
 
 
 def check_config_file(base_model: str) -> None:
-    """Raise UserError if a folder has no config.json that transformers can read."""
     folder, prefix = Path(base_model), f"base_model={base_model}"
     if not folder.is_dir():
         return
@@ -138,7 +131,6 @@ def check_config_file(base_model: str) -> None:
 
 
 def cached_file(name: str, file: str, revision: str | None) -> Path | None:
-    """Return a file of a repository in the hub's cache; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

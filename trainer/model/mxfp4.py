@@ -60,7 +60,6 @@ def round_to_codes(values: Tensor) -> Tensor:
 
 
 def strip_quantization(model_config: Any) -> Any:
-    """Return a copy of the configuration without its quantization settings."""
     plain = copy.deepcopy(model_config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):

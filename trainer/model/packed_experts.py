@@ -41,8 +41,6 @@ GROUPED = "grouped"
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """The packed layout of `experts` matrices [rows, cols]."""
-
     kind: str
     """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3), `int8` or `grouped`."""
     experts: int
@@ -62,7 +60,6 @@ class ExpertsLayout:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether values have 8 bits."""
         return self.kind in STORAGE
 
     @property
@@ -79,11 +76,9 @@ class ExpertsLayout:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks per expert."""
         return -(-self.rows * self.cols // self.block)
 
     def sections(self) -> Sections:
-        """Return the shape and dtype of each section, in order."""
         if self.groups is not None:
             return self.groups.sections()
         if self.eight_bit:
@@ -122,7 +117,6 @@ class PackedExperts(nn.Parameter):
 
     @staticmethod
     def empty(layout: ExpertsLayout, device: torch.device) -> "PackedExperts":
-        """Allocate zeroed packed experts."""
         size = place_sections(layout.sections())[1]
         return PackedExperts(torch.zeros(size, dtype=torch.uint8, device=device), layout)
 
@@ -156,13 +150,11 @@ class PackedExperts(nn.Parameter):
             sections["nested_book"].copy_(inner.code)
 
     def put_expert(self, index: int, codes: Tensor, scales: Tensor) -> None:
-        """Store one expert's 8-bit values [rows, cols] and their scales."""
         sections = self.sections()
         sections["codes"][index] = codes
         sections["scales"][index] = scales
 
     def dequantized(self) -> Tensor:
-        """Return the dequantized tensor in the model's shape."""
         layout = self.packing
         if layout.groups is not None:
             dense = layout.groups.dequantized(self.data, layout.dtype)
@@ -257,7 +249,6 @@ class FrozenLinearGrouped(nn.Linear):
         self.weight, self.bias = weight, linear.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight [O, I]."""
         return self.layout.dequantized(self.weight.data, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,12 +259,10 @@ class FrozenLinearGrouped(nn.Linear):
 
 @replaces("the forward of quantized experts")
 def compute_dequantized(module: nn.Module) -> None:
-    """Make a module with packed experts compute with dequantized weights."""
     module.forward = partial(forward_frozen, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
-    """Return a module's own packed parameters by name."""
     return {name: value for name, value in module._parameters.items() if isinstance(value, PackedExperts)}
 
 

@@ -17,7 +17,6 @@ SHAPES_FILE = Path(__file__).with_suffix(".yaml")
 
 @cache
 def load_shapes() -> dict[str, dict[str, Any]]:
-    """Return the settings of all shapes by name."""
     return read_yaml(SHAPES_FILE).tree
 
 

@@ -29,7 +29,6 @@ CHAT_TEMPLATE = (
 
 
 def build_random_config(base_model: str) -> Any:
-    """Build the configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -125,7 +124,6 @@ class RandomTensors:
                 self._packed[f"{path}.{name}{SCALES}"] = (count, out, width // MXFP4_BLOCK)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors."""
         return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
@@ -172,11 +170,9 @@ class TensorsWithScore:
         self.stored, self._config = stored, model_config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors."""
         return {SCORE: (1, self._config.hidden_size)} | self.stored.shapes()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor; see `StoredTensors`."""
         is_new = name == SCORE and name not in self.stored.shapes()
         return draw_score(self._config) if is_new else self.stored.read(name, index)
 

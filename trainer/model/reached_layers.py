@@ -173,7 +173,6 @@ def describe_layer(layer: nn.Module) -> Any:
 
 
 def _find_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors that receive a gradient from `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node: Any = waiting.pop()

@@ -229,7 +229,6 @@ def last_components(path: str, parts: int = 2) -> str:
 
 @contextmanager
 def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
-    """Scale the adapter's update by `factor` within the context."""
     original = [(scaling, dict(scaling)) for scaling in _list_scalings(model)]
     scale_adapter(model, factor)
     try:
@@ -240,7 +239,6 @@ def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
 
 
 def scale_adapter(model: Any, factor: float) -> None:
-    """Multiply the scaling of every LoRA layer by `factor`."""
     for scaling in _list_scalings(model):
         for name in scaling:
             scaling[name] *= factor
@@ -253,7 +251,6 @@ def _list_scalings(model: Any) -> list[dict[str, float]]:
 
 
 def parse_scale(text: str) -> float:
-    """Parse the value of --scale."""
     try:
         value = float(text)
     except ValueError:

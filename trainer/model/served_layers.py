@@ -32,7 +32,6 @@ def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -
 
 
 def describe_exclusion(name: str) -> str:
-    """Return the settings that exclude layers with this name from training."""
     if name in ("gate", "router"):
         return f"remove {name} from lora.target_modules and lora.target_parameters"
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"

@@ -47,8 +47,6 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FourBitForm:
-    """The 4-bit format declared in config.json."""
-
     name: Literal["GPTQ", "AWQ", "W4A16", "NVFP4"]
     group: int
     """Columns per scale; 0 for one scale per row."""
@@ -230,7 +228,6 @@ class FourBitFiles:
         return tensors, self._dequantize(layout, parts)
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
-        """Pack codes [O, I] as the checkpoint stores them."""
         if self._form.name == "AWQ":
             words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _bit_shifts(AWQ_ORDER)
             return words.sum(-1, dtype=torch.int32)

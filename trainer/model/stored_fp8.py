@@ -53,7 +53,6 @@ class Fp8Form:
 
     @property
     def scaled(self) -> Literal["rows", "blocks"]:
-        """Whether each scale applies to a row or a block."""
         return "rows" if self.block is None else "blocks"
 
     def scale_bytes(self, shape: torch.Size) -> int:
@@ -67,7 +66,6 @@ class Fp8Form:
 
 
 def matches_module(pattern: str, path: str) -> bool:
-    """Return whether an entry of a module list in config.json matches the layer at `path`."""
     # compressed-tensors prefixes regular expressions with `re:`; for transformers any entry may be one, or a suffix.
     expression, end = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
@@ -102,7 +100,6 @@ def parse_fp8_form(model_config: Any) -> Fp8Form | None:
 
 
 def find_quantization_settings(model_config: Any) -> dict[str, Any] | None:
-    """Return `quantization_config` of config.json as a dict; None if config.json has none."""
     for part in (model_config, model_config.get_text_config()):
         section = getattr(part, "quantization_config", None)
         if section is not None:

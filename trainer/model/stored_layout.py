@@ -45,7 +45,6 @@ class Stored:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether the values are stored in MXFP4."""
         return set(self.names) == {BLOCKS, SCALES}
 
     @property

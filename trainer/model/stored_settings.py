@@ -18,7 +18,6 @@ def find_stored_form(model_config: Any) -> StoredForm | None:
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    """Raise UserError for settings that a base stored in FP8 or 4 bits does not support."""
     form = find_stored_form(model_config)
     if form is None:
         return

@@ -193,7 +193,6 @@ class Filler:
         return layer
 
     def _plan_packing(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
-        """Return the layouts of the module's expert tensors that are packed, by name."""
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         is_transposed_module = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):

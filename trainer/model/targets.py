@@ -165,7 +165,6 @@ def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
 
 
 def find_untrainable_layers(model: Any) -> dict[str, str]:
-    """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
     outside_text, reasons = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
@@ -176,7 +175,6 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
 
 
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
-    """Return the paths of linear layers that `all-linear` does not adapt, with the reason."""
     routers = {name.removesuffix(".weight") for name in router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a product, as routers do")
@@ -184,7 +182,6 @@ def _find_excluded_by_default(model: Any) -> dict[str, str]:
 
 
 def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return one message per reason why targeted linear layers have no adapter."""
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
@@ -217,7 +214,6 @@ def _has_matrix_weight(module: nn.Module) -> bool:
 
 
 def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers that have no adapter and are not trained."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
     from transformers.pytorch_utils import Conv1D
@@ -293,7 +289,6 @@ def _is_target(path: str, lora: LoraSection) -> bool:
 
 
 def _suggest(name: str, paths: set[str], kind: str) -> str:
-    """Return the problem and fix for a name that matches nothing, with a similar name and the existing names."""
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)

@@ -27,8 +27,6 @@ OTHER_FORMATS = (
 
 
 class Index(BaseModel):
-    """The contents of `model.safetensors.index.json`."""
-
     weight_map: dict[str, str]
     """File names by tensor name."""
 
@@ -48,7 +46,6 @@ class SafetensorsFiles:
             self._files |= dict.fromkeys(headers, file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors."""
         return {name: shape for name, (shape, _) in self._headers.items()}
 
     def types(self) -> dict[str, str]:
@@ -56,7 +53,6 @@ class SafetensorsFiles:
         return {name: kind for name, (_, kind) in self._headers.items()}
 
     def find_file(self, name: str) -> Path:
-        """Return the file that contains a tensor."""
         return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:

@@ -48,7 +48,6 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files into a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -95,14 +95,12 @@ class Output:
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
-        """Prefix each message with `name` if it is not empty."""
         self._name = f"{escape(name)}: " if name else ""
         self.console, self._is_main, self._verbose = console, is_main, verbose
         self.is_starting = self.shows_start = True
         self.warnings: list[str] = []
 
     def __call__(self, message: Any) -> None:
-        """Print a message of a run."""
         if isinstance(message, str) and message.startswith("warning:"):
             message = f"[yellow]warning:[/yellow]{escape(message.removeprefix('warning:'))}"
         is_warning = isinstance(message, str) and message.startswith("[yellow]")
@@ -162,7 +160,6 @@ def _build_console(screen: _Screen | TextIO, width: int) -> Console:
 
 
 def _open_screen(console_path: str | None) -> int:
-    """Return the descriptor for zerolora's output."""
     if console_path is None:
         return os.dup(1)
     if console_path.isdecimal():
@@ -171,7 +168,6 @@ def _open_screen(console_path: str | None) -> int:
 
 
 def append_output_to(log: Path) -> None:
-    """Append this process's stdout and stderr to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -99,7 +99,6 @@ class Display:
             self._step_times.append((time.monotonic(), step))
 
     def _format_time_left(self) -> str:
-        """Format the remaining time, estimated from the mean time of the last steps including evaluations."""
         if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return "-:--:--"
         (time_then, step_then), (time_now, step_now) = self._step_times[0], self._step_times[-1]

@@ -67,8 +67,6 @@ class Hook:
 
 
 class FirstGradients(Hook):
-    """Checks the gradients of the first step of this process."""
-
     def __init__(self, model: Any, *, finite: bool) -> None:
         self._check: GradientCheck | None = GradientCheck(model, finite=finite)
 
@@ -135,7 +133,6 @@ class SpikeWatch(Hook):
         self._warned_at = -HISTORY_STEPS
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        """Count spikes, and add the loss to the history."""
         self._history.spikes += self.check(step.number, step.loss, step.grad_norm)
         return {"train/spikes": float(self._history.spikes)}
 

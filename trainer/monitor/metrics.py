@@ -94,7 +94,6 @@ class Metrics:
         self._gpu_read = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step, and print a line for the step if it is due."""
         numbers = {key: float(value) for key, value in values.items()}
         if "train/loss" in numbers:
             if time.monotonic() - self._gpu_read > GPU_EVERY_S:
@@ -128,7 +127,6 @@ class Metrics:
         return failures[0] if failures else None
 
     def log_image(self, step: int, name: str, image: Any) -> None:
-        """Log an image (PIL) to TensorBoard and other trackers."""
         self._trackers.log_image(step, f"samples/{name}", image)
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:

@@ -66,7 +66,6 @@ class StepFlops:
                 self.per_token += flops
 
     def count(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
             # Position of each token in its document; a token attends to all earlier positions and to itself.
@@ -90,7 +89,6 @@ class StepFlops:
 
 
 def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
-    """Return the FLOPs per token of a module's own weights, if it is a linear layer or a stack of experts."""
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
     elif holds_experts(module):
@@ -108,7 +106,6 @@ def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is the attention of a layer, in any architecture."""
     return type(module).__name__.endswith("Attention") and hasattr(module, "head_dim")
 
 
@@ -122,7 +119,6 @@ class MfuMeter(Hook):
 
     @classmethod
     def for_device(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
-        """Return a meter for this GPU, or None if its peak is unknown."""
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 

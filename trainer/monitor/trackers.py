@@ -29,8 +29,6 @@ Write = Callable[[dict[str, Any], int], object]
 
 @dataclass(frozen=True)
 class OpenRun:
-    """An open run in a service."""
-
     identity: str
     """The run's ID; empty if the service needs no ID."""
     log: Write
@@ -56,8 +54,6 @@ class _RunRequest:
 
 
 class Trackers:
-    """The open runs of several services."""
-
     def __init__(
         self,
         logging: LoggingSection,
@@ -88,12 +84,10 @@ class Trackers:
             write_json(path, recorded_ids | identities)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step."""
         for name, run in [*self._open.items()]:
             self._try(name, run.log, dict(values), step)
 
     def log_image(self, step: int, title: str, image: Any) -> None:
-        """Log an image (PIL) to the services that support images."""
         for name, run in [*self._open.items()]:
             if run.wrap_image is not None:
                 self._try(name, run.log, {title: run.wrap_image(image)}, step)

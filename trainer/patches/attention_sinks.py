@@ -90,7 +90,6 @@ def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor,
 
 
 def compute_sink_gradient(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
-    """Compute the gradient of the sinks from out' and lse'."""
     sink_prob_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
     dot_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
     return -(sink_prob_hT * dot_hT).sum(1).to(sinks_h.dtype)

@@ -20,7 +20,6 @@ NORM_METHOD = "get_grad_norm_direct"
 
 
 def install_workarounds(engine: Engine) -> None:
-    """Install the workarounds that a new engine needs at its stage and precision."""
     is_stage_0 = engine.zero_optimization_stage() == 0
     if is_stage_0 and engine.optimizer is not engine.basic_optimizer:  # DeepSpeed wraps it only in 16 bits
         undo_zero_step(engine.optimizer)
@@ -101,14 +100,12 @@ def scale_the_loss(engine: Engine) -> None:
 
 
 def get_loss_scaler(optimizer: Any) -> Any:
-    """Return the object that holds the loss scale of DeepSpeed's 16-bit optimizer."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config  # stage 0
     return require(optimizer, "loss_scaler", "deepspeed")
 
 
 def list_loss_scale_attributes(scaler: Any) -> tuple[str, ...]:
-    """Return the names of the attributes that make up the state of a loss scale; a fixed scale has one."""
     kind = "dynamic_loss_scale" if hasattr(scaler, "dynamic_loss_scale") else "dynamic"
     names = ("cur_scale", "cur_iter", "last_overflow_iter") if require(scaler, kind, "deepspeed") else ("cur_scale",)
     for name in names:

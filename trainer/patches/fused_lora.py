@@ -34,8 +34,6 @@ MANY_TOKENS = 4096
 
 @dataclass
 class FusionReport:
-    """Groups of fused layers, and the reasons why other layers are not fused."""
-
     total: int
     backend: str
     groups: list[tuple[str, ...]] = field(default_factory=list)
@@ -47,7 +45,6 @@ class FusionReport:
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
-        """Return lines for the console: the number of fused layers, and of unfused layers by reason."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         examples = {reason: name for name, reason in reversed(self.refused)}
@@ -108,7 +105,6 @@ def group_layers(
 
 
 def find_fusion_problem(layer: Any) -> str | None:
-    """Return why the operators do not support this adapted layer; None if they do."""
     from peft.tuners import lora
 
     base = layer.base_layer
@@ -159,7 +155,6 @@ class Member:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the adapter has dropout in training."""
         return isinstance(self._dropout_module, nn.Dropout) and self._dropout_module.p > 0.0
 
     def applies_to(self, x: Tensor) -> bool:
@@ -280,7 +275,6 @@ def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, 
 
 
 def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
-    """Gather the members' weights within the block if they are partitioned."""
     import deepspeed
 
     if shards is not None:

@@ -47,7 +47,6 @@ class StaticInputs:
         self.fill(inputs, targets)
 
     def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
-        """Copy a batch of the same shape from the host."""
         parts = [*(inputs[name] for name in self._tensors), targets]
         packed = torch.cat([part.reshape(-1).long() for part in parts])
         if self._buffer.device.type == "cuda":
@@ -55,7 +54,6 @@ class StaticInputs:
         self._buffer.copy_(packed, non_blocking=True)
 
     def read(self) -> tuple[dict[str, Any], Tensor]:
-        """Return the arguments of `TokenLoss.compute_from_inputs`."""
         tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
         return tensors | self._numbers, self._views[""]
 
@@ -102,7 +100,6 @@ class GraphedLoss:
         return self._loss.balancing
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Return the loss summed over the batch's targets, nats, fp32."""
         self._calls += 1
         if self.off_reason or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return self._loss(model, batch, device)

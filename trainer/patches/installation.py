@@ -33,8 +33,6 @@ from trainer.patches.tiled_mlp import tile_feed_forward
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """Settings and decisions (trainer/memory/decisions.py) of a run that determine its patches."""
-
     training: TrainingSection
     backend: Literal["auto", "cuda", "reference", "peft"]
     """The setting ops.backend."""
@@ -65,7 +63,6 @@ class PatchPlan:
 
 
 def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
-    """Replace code of a loaded base before adapters are added; return lines for the console."""
     copy_heads_without_flash(plan.device, plan.dtype)
     if plan.shares_sequences:
         set_varlen(model)  # on any device: the settings and the model were checked before
@@ -79,7 +76,6 @@ def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
 
 
 def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
-    """Replace code of the adapted model; return lines for the console."""
     lines = call_mamba_projections(model) if plan.has_adapter else []
     if plan.shards is not None:
         plan.shards.attach(model)

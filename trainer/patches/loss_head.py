@@ -143,12 +143,10 @@ class TokenLoss:
 
     @property
     def separates_documents(self) -> bool:
-        """Whether some layers of the model compute the documents of a pack separately."""
         return has_separate_documents(self._base)
 
     @property
     def is_observed(self) -> bool:
-        """Whether `observe` has decided how to compute head and loss."""
         return self._head is None or self._factor is not None
 
     def _compute(

@@ -1,6 +1,7 @@
 """The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
 
-Equal adapters with equally many tokens are computed together with the frozen product (`fused_group`), others after it.
+`fused_lora` computes the frozen product, with zero factors that need no gradient, so quantized bases, partitioning and
+recomputation work as in a single-adapter run.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many_adapters import MAX_COLUMNS, Bundle, FrozenWeight, add_adapters, fused_group
+from ops.many_adapters import Bundle, add_adapters, enter
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
+from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.patches.fused_lora import (
@@ -64,8 +66,6 @@ def fuse_many(
 
 @dataclass
 class _Layer:
-    """An adapted layer, with a `Member` for each of its adapters."""
-
     path: str
     module: Any
     members: dict[str, Member]
@@ -85,6 +85,8 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
     for path, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
+        if isinstance(layer, ParamWrapper):
+            raise UserError(f"adapters: {path} is an expert, which supports only one adapter; set lora.experts: false")
         module: Any = layer
         members: dict[str, Member] = {}
         active = module._active_adapter
@@ -113,7 +115,6 @@ def _build_key(name: str, layers: Iterable[_Layer]) -> Hashable:
 
 
 def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
-    """Install the forward of layers that share an input; return a group for each adapter."""
     common = _CommonGroup(layers, choice)
     single: dict[str, tuple[Group, list[int]]] = {}
     for name in choice.names:
@@ -163,27 +164,15 @@ class _CommonGroup(Group):
 
     def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
-        bundles, factors = self._read_bundles(layers, x.numel() // x.shape[-1])
-        if len(bundles) == len(self._choice.bundles) == 1 and _is_fusable(bundles[0], members, factors[0]):
-            return fused_group(x, [_frozen_weight(member) for member in members], bundles[0], *factors)
-        if any(member.eight_bit for member in members):
-            # The base's own forward dequantizes; a run with one adapter multiplies in 8 bits.
-            zeros = [_build_zero_factors(member) for member in members]
-            frozen = compute(members, x, ([down for down, _ in zeros], [up for _, up in zeros]))
-        else:
-            frozen = [member.base(x) for member in members]
-        return add_adapters(x, frozen, bundles, *factors) if bundles else frozen
-
-    def _read_bundles(
-        self, layers: Sequence[_Layer], tokens: int
-    ) -> tuple[list[Bundle], tuple[list[Tensor], list[Tensor]]]:
-        """Return the bundles of the current pass, and the A and B of their layers."""
+        zeros = [_build_zero_factors(member) for member in members]
+        x_frozen, pending = enter(x)
+        frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
         factors: tuple[list[Tensor], list[Tensor]] = [], []
         start = 0
-        for (name, *others), rows in self._choice.bundles:
+        for (name, *others), tokens in self._choice.bundles:
             count = 1 + len(others)
-            end = start + count * rows
+            end = start + count * tokens
             indices = tuple(index for index, layer in enumerate(layers) if name in layer.members)
             if indices:
                 adapted = [layers[index].members[name] for index in indices]
@@ -195,9 +184,9 @@ class _CommonGroup(Group):
                     for side, factor in zip(factors, layers[index].factor_names(name), strict=True):
                         side.append(self._choice.factors[factor])
             start = end
-        if start != tokens:
-            raise RuntimeError(f"a layer with several adapters got {tokens} tokens, its batch has {start}")
-        return bundles, factors
+        if start != x.numel() // x.shape[-1]:
+            raise RuntimeError(f"a layer with several adapters got {tuple(x.shape)} for {start} tokens of a batch")
+        return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
 def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
@@ -208,23 +197,3 @@ def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
 @cache
 def _build_zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(rows, columns, dtype=dtype, device=device)
-
-
-def _is_fusable(bundle: Bundle, members: Sequence[Member], downs: Sequence[Tensor]) -> bool:
-    """Return whether `fused_group` supports the layers and is faster than `add_adapters`."""
-    ranks = {down.shape[1] for down in downs}
-    is_uniform = len(bundle.layers) == len(members) and len(ranks) == len(set(bundle.scales)) == 1
-    if not is_uniform or bundle.dropout or bundle.count == 1 or bundle.count * max(ranks) > MAX_COLUMNS:
-        return False
-    return all(member.packed or not (member.eight_bit or member.grouped) for member in members)
-
-
-def _frozen_weight(member: Member) -> FrozenWeight:
-    if not member.packed:
-        return FrozenWeight(lambda weight, dtype: weight, (member.base.weight,), member.base.bias)
-    nf4, dequantize = member.nf4, torch.ops.zerolora.dequantize_nf4
-    layout = nf4.rows, nf4.cols, nf4.block, nf4.nested_block
-    stored = nf4.packed, *nf4.state
-    return FrozenWeight(
-        lambda packed, *state, dtype: dequantize(packed, state, *layout, dtype), stored, member.base.bias
-    )

@@ -40,7 +40,6 @@ class ModelProperties:
 
 
 def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
-    """Return the properties of an empty base model, except `head`, before adapters are added."""
     model.float()  # the configuration may name another dtype
     return ModelProperties(
         sdpa=supports_sdpa(model),

@@ -170,7 +170,6 @@ def _build_key(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _build_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return the new forward of a norm, or why the norm keeps its own."""
     original, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
@@ -217,7 +216,6 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
 
 
 def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return the new forward of a gated MLP, or why the MLP keeps its own."""
     names = _find_projections(module)
     assert names is not None
     if "forward" in vars(module):
@@ -282,7 +280,6 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
 
 
 def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
-    """Return the new `apply_rotary_pos_emb`, or why the model keeps its own."""
     if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return "its arguments are not q, k, cos, sin, unsqueeze_dim"
 

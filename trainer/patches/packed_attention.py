@@ -149,7 +149,6 @@ def can_share_keys(model: Any) -> bool:
 
 
 def set_varlen(model: Any) -> None:
-    """Make a loaded model use our variable-length attention."""
     from transformers import AttentionInterface
 
     # No mask is registered, so transformers builds none. It would be L x L in every forward pass, and detecting packed
@@ -159,7 +158,6 @@ def set_varlen(model: Any) -> None:
 
 
 def disable_varlen(model: Any) -> None:
-    """Restore transformers' sdpa, which masks packed documents."""
     base = find_base_model(model)
     if base.config._attn_implementation == VARLEN:
         base.set_attn_implementation("sdpa")

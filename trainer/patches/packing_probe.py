@@ -118,7 +118,6 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
 
     def compute_logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
-        """Return the logits of the chosen and then the rejected answer."""
         ids = torch.cat([prompt, chosen, prompt, rejected]).tolist()
         sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
         batch = collate([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
@@ -301,7 +300,6 @@ def _compare_documents(old: torch.Tensor, new: torch.Tensor) -> float:
 
 
 def _build_distant_tokens(model: Any, length: int) -> torch.Tensor:
-    """Return tokens that are spread evenly over the vocabulary."""
     return torch.arange(length) * (model.config.get_text_config().vocab_size // length)
 
 

@@ -138,7 +138,6 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 @replaces("forward of recurrent layers over packed documents")
 def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
-    """Make the layers of this class compute documents separately; return their new forwards."""
     if _MARK not in vars(base):
         replace(base, _MARK, any(map(is_partitioned, base.parameters())))
         replace(base, "forward", _receive_documents(base.forward))
@@ -182,12 +181,10 @@ def _convolve(
 
 
 def has_separate_documents(base: nn.Module) -> bool:
-    """Return whether some layers of the model compute documents separately."""
     return _MARK in vars(base)
 
 
 def describe_separate_documents(model: nn.Module) -> list[str]:
-    """Return a line for the console on each kind of layer that computes documents separately."""
     counts: Counter[tuple[str, bool]] = Counter()
     for module in model.modules():
         if isinstance(forward := vars(module).get("forward"), PerDocument):

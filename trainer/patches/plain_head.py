@@ -29,7 +29,6 @@ def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor
 
 
 def find_plain_head_problem(head: Any) -> str:
-    """Return why this head cannot be fused with the loss; empty if it can."""
     layer = get_linear_layer(head)
     if type(layer) is not nn.Linear:
         return "the head is adapted or not a linear layer" if head is not None else "the model computes all logits"

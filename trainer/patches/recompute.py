@@ -117,12 +117,10 @@ def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
 
 
 def list_recomputed_layers(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
-    """Return the recomputed decoder layers of a run that recomputes only the first ones."""
     return list(find_decoder_layers(model)[1])[: training.gradient_checkpointing_layers or 0]
 
 
 def disable_recomputation(model: Any) -> None:
-    """Undo `enable_recomputation`."""
     undo(model)
     if (hook := vars(model).pop("recomputation_hook", None)) is not None:
         hook.remove()

@@ -243,7 +243,6 @@ class Steering:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller and the pending measurement as plain numbers."""
         pending = self._pending and {
             "step": self._pending.step,
             "sums": self._pending.wait(),

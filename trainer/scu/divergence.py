@@ -39,7 +39,6 @@ class Reference:
         return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
     def build_batch(self, documents: Sequence[int]) -> MicroBatch:
-        """Collate the documents with these indices."""
         chosen = [self.documents[index] for index in documents]
         return collate(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 

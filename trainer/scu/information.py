@@ -161,8 +161,6 @@ class AdapterInformation:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Pairs of one shape, computed as one batched product."""
-
     a: list[nn.Parameter]
     b: list[nn.Parameter]
     scale_N11: Tensor
@@ -282,7 +280,6 @@ def _inner_product(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
 
 
 def _count_partitions(parameter: Partitionable) -> int:
-    """Return the number of shards of a parameter under ZeRO-3; 1 if it is not partitioned."""
     return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
 

@@ -78,8 +78,6 @@ class Law:
 
 @dataclass(frozen=True)
 class State:
-    """The state of the controller, part of a checkpoint."""
-
     lambda_: float
     integral: float = 0.0
     measured: float | None = None

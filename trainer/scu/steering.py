@@ -126,8 +126,6 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
 
 @dataclass(frozen=True)
 class ScaleFit:
-    """The factor of the update, and K on held-out texts before and after scaling."""
-
     factor: float
     kl_bits_before: float
     kl_bits: float

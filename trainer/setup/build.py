@@ -110,7 +110,6 @@ class Builder:
         return model, [*self._summarize(model), *lines]
 
     def start_engine(self, model: Any) -> tuple[Engine, StepLoss]:
-        """Start DeepSpeed's engine with the model and a new optimizer; return it with the model's loss."""
         config, decisions = self._config, self._decisions
         if config.training.torch_compile:
             model.compile()
@@ -132,7 +131,6 @@ class Builder:
         return engine, loss
 
     def build_schedule(self, engine: Engine, total_steps: int) -> Any:
-        """Return the schedule of the learning rate."""
         return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
 
     def build_step_parts(
@@ -181,7 +179,6 @@ class Builder:
         return [hook for hook in hooks if hook is not None]
 
     def _summarize(self, model: Any) -> list[Any]:
-        """Describe trained parameters, precision, ZeRO stage and devices, with a table of the adapted layers."""
         trainable, total = count_parameters(model)
         trains = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}) in {self._precision}"
         devices = f"{self._ranks.world_size} x {self._device.type}"
@@ -227,7 +224,6 @@ class Builder:
         return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
 
     def _plan_patches(self, shards: LayerShards | None) -> PatchPlan:
-        """Return the patches to install on the model (trainer/patches/installation.py)."""
         config, decisions = self._config, self._decisions
         return PatchPlan(
             training=config.training,

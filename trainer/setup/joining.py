@@ -41,7 +41,6 @@ def join(
 
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    """Form the process group and apply settings that are global to torch."""
     check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
     timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""

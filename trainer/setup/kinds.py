@@ -22,8 +22,6 @@ from trainer.tasks.task import Task
 
 
 class LanguageKind:
-    """Language models."""
-
     planner = Planner
     prepare = staticmethod(prepare_text_run)
     read_files = staticmethod(read_model_files)
@@ -51,8 +49,6 @@ class LanguageKind:
 
 
 class ImageKind:
-    """Image models."""
-
     planner = ImagePlanner
     prepare = staticmethod(prepare_image_run)
     show_data = staticmethod(show_images)

@@ -125,7 +125,6 @@ def prepare_to_resume(
 
 
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
-    """Build the CUDA operators for the ranks if this run uses them."""
     if not _uses_operators(config):
         return
     from trainer.patches.installation import load_operators  # imports the operators

@@ -26,16 +26,12 @@ _NAME_BEFORE_ARGUMENTS = re.compile(r"([\w.-]+)\[ARGS\]\s*$")
 
 
 class Question(NamedTuple):
-    """A held-out record as a prompt with the expected answer."""
-
     ids: list[int]
     prompt: str
     expected: str
 
 
 class AnswerMetrics:
-    """The metrics of `evaluation.metrics` on held-out records."""
-
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
         """Choose the records and try each metric on them. Raises UserError if a metric does not apply."""
         self._settings, self._tokenizer = settings, tokenizer

@@ -238,7 +238,6 @@ class LanguageTask(Task):
             folder.save_answer(prompt, when, answer.strip())
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
-        """Return a few training documents for the report, each with a heading."""
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:

@@ -160,7 +160,6 @@ def _hide_progress() -> Any:
 
 @contextmanager
 def _use_lm_eval_seeds() -> Iterator[None]:
-    """Seed all generators like lm-eval within the block, and restore their states after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         random.seed(PYTHON_SEED)

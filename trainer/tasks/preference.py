@@ -53,17 +53,13 @@ MAX_SEARCHED_DOCUMENTS = 1000
 
 
 class Sums:
-    """Sums of training and evaluation values since the last `take`."""
-
     def __init__(self) -> None:
         self._sums: dict[bool, torch.Tensor] = {}
 
     def add(self, sums: torch.Tensor, *, training: bool) -> None:
-        """Add to the sums of this rank."""
         self._sums[training] = self._sums.get(training, 0.0) + sums
 
     def add_pairs(self, values: Iterable[torch.Tensor], *, training: bool) -> None:
-        """Add the sums of values [P] over pairs, and the number of pairs."""
         values = tuple(values)
         sums = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
         self.add(torch.stack(sums), training=training)
@@ -82,8 +78,6 @@ class Sums:
 
 
 class PreferenceLoss(TokenLoss):
-    """The summed loss of pairs, and their metrics."""
-
     answers = 2
     """Documents per row that count as answers; mismatched answers do not."""
     unit = "pairs"
@@ -92,7 +86,6 @@ class PreferenceLoss(TokenLoss):
     """Whether the cached reference includes the adapter before training."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
-        """Prepare the loss of a model; `options` are passed to TokenLoss."""
         super().__init__(module, **options)
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
@@ -100,7 +93,6 @@ class PreferenceLoss(TokenLoss):
         self._sums, self._tokens = Sums(), Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
         _, losses = self._score_pairs(model, batch, device)
         # Ranks that share a pair all have its scores: each returns a fraction of its loss.
@@ -159,7 +151,6 @@ class PreferenceLoss(TokenLoss):
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        """Return the losses of rows [P]; record metrics."""
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
@@ -249,7 +240,6 @@ class KtoLoss(PreferenceLoss):
 
 
 def _local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
-    """Return the slice of the batch's targets that this rank's `values` belong to."""
     return slice(batch.targets_before, batch.targets_before + len(values))
 
 
@@ -350,7 +340,6 @@ class PreferenceTask(LanguageTask):
         return loss
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
-        """Return the answers of the first pair, or the first answer of each label."""
         if "kto" not in self._config.preference.loss:
             return list(zip(SIDES, documents, strict=False))
         examples: dict[str, Sample] = {}

@@ -27,13 +27,11 @@ class RewardLoss(TokenLoss):
     """Meaning of the columns of `measure_pairs`."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
-        """Prepare the loss of a model; `options` are passed to TokenLoss."""
         super().__init__(module, **options)
         self._center = settings.center
         self._sums = Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
         scores = self.score_answers(model, batch, device)
         chosen, rejected = scores.unbind(1)

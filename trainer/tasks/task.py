@@ -14,8 +14,6 @@ from trainer.tasks.lm_eval_scores import Scores
 
 
 class Batch(Protocol):
-    """The input of one forward pass on one rank."""
-
     @property
     def tokens(self) -> int:
         """Size of the batch in the first unit of `Task.counted`: tokens or images."""
@@ -30,8 +28,6 @@ class Batch(Protocol):
 
 
 class BatchSource(Protocol):
-    """The training batches of one rank."""
-
     @property
     def samples_per_epoch(self) -> int | None:
         """Number of samples over all ranks; None for a stream, which is one endless epoch."""
@@ -55,8 +51,6 @@ class StepLoss(Protocol):
 
 
 class Task(Protocol):
-    """The model-specific part of a run on one rank."""
-
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
     counted: ClassVar[tuple[str, ...]]
@@ -109,7 +103,6 @@ class Task(Protocol):
         return Scores({}, {}, set())
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
-        """Return metrics derived from the held-out loss, if `StepLoss.values` returns none."""
         return {}
 
     def meter(self, model: Any) -> Any:

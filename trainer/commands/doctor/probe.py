@@ -20,7 +20,6 @@ from trainer.contract.json_records import MARK, Check, State
 
 
 def check_torch() -> Iterator[Check]:
-    """Check torch against the driver."""
     wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     if wants_cpu:

@@ -161,7 +161,6 @@ def _is_listed(file: Path) -> bool:
 
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
-    """Check that the code and package versions are the same on all hosts."""
     problems = find_differences(reports)
     for problem, fix in problems:
         yield Check("versions", "FAIL", problem, fix)
@@ -172,7 +171,6 @@ def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all checks on every rank and print them on rank 0; return the exit code."""
     parser = argparse.ArgumentParser(prog="trainer.commands.doctor.ranks")
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")

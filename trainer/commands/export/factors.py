@@ -50,7 +50,6 @@ class Factors:
     scale: float
 
     def pad_rank(self, rank: int) -> "Factors":
-        """Pad the factors with zeros to a higher rank."""
         more = rank - len(self.a_RI)
         a_RI, b_OR = (torch.nn.functional.pad(value, pad) for value, pad in
                       ((self.a_RI, (0, 0, 0, more)), (self.b_OR, (0, more))))  # fmt: skip

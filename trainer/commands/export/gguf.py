@@ -110,8 +110,6 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A tensor of the saved model, and how to write it."""
-
     file: Path
     original: str
     name: str

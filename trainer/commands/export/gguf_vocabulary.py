@@ -61,7 +61,6 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
 
 
 def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
-    """Write the tokens llama.cpp adds around a text, the end-of-turn token, and the chat template."""
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
     # Unlike training, llama.cpp would also add the BOS token to chats that do not begin with it.

@@ -26,7 +26,6 @@ class ChatParts:
     without_system: str
 
     def render(self, messages: Messages) -> str:
-        """Return the prompt for these messages, up to the assistant's answer."""
         start = "" if messages[0]["role"] == "system" else self.without_system
         turns = [self.around[turn["role"]][0] + turn["content"] + self.around[turn["role"]][1] for turn in messages]
         return start + "".join(turns) + self.around["assistant"][0]
@@ -40,7 +39,6 @@ class ChatParts:
         )
 
     def to_go(self) -> str:
-        """Return these parts as a Go template for Ollama."""
         branches: list[str] = []
         for role in self.around:
             before, after = self.around[role]
@@ -78,7 +76,6 @@ def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None
 
 
 def _derive_parts(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
-    """Derive the text around each turn from the text that adding the turn appends to the rendering."""
     chat: Messages = []
     text, around = "", {}
     for role in roles:

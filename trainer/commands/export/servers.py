@@ -67,7 +67,6 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
 
 
 def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
-    """Return the server's options that load the exported adapter in `folder` as `name`."""
     adapter = f"{name}={folder}"
     if server == "sglang":
         return ["--enable-lora", "--lora-paths", adapter]

@@ -87,7 +87,6 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
 
 
 def _build_score_charts(records: list[Record]) -> list[Chart]:
-    """Return a chart for each score: the base's value as a level, and the adapter's values."""
     charts = []
     for name, (base, scores) in extract_scores(records).items():
         level = Series(scores.steps, np.full_like(scores.values, base))
@@ -120,7 +119,6 @@ def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...
 
 
 def render_chart(chart: Chart) -> str:
-    """Render the chart as HTML."""
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
     low, high = float(values.min()), float(values.max())

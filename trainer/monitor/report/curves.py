@@ -47,7 +47,6 @@ class Series:
         return len(self.steps)
 
     def finite(self) -> "Series":
-        """Return the series without NaN values."""
         is_finite = np.isfinite(self.values)
         return Series(self.steps[is_finite], self.values[is_finite])
 
@@ -95,7 +94,6 @@ class HeldOut:
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
-    """Return the unit of a run's batches: tokens (of text, pairs or labeled answers) or images."""
     if any("train/rewards/chosen" in record or "train/rewards/rejected" in record for record in records):
         return LABELED if any("train/kl" in record for record in records) else PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
@@ -117,7 +115,6 @@ def choose_window(count: int) -> int | None:
 
 
 def format_held_out_label(records: list[Record]) -> str:
-    """Return the legend of the held-out losses, with the values before and after training."""
     held_out = HeldOut.from_records(records)
     if held_out is None:
         return ", ".join(

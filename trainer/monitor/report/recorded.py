@@ -23,8 +23,6 @@ from trainer.data.image_parts import THUMBNAIL_START
 
 
 class RunRecord(BaseModel):
-    """The fields of run.json shown on the page."""
-
     started: str
     command: list[str]
     world_size: int
@@ -75,13 +73,11 @@ def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) 
 
 
 def record_examples(run_dir: Path, examples: Sequence[Example]) -> None:
-    """Record training examples for the page, shortening long parts."""
     shortened = [(name, [(weight, _shorten(text)) for weight, text in parts]) for name, parts in examples]
     write_json(run_dir / EXAMPLES, shortened)
 
 
 def read_examples(run_dir: Path) -> list[Example]:
-    """Return the recorded training examples; an empty list if the file does not exist."""
     return _read(run_dir / EXAMPLES, list[Example]) or []
 
 
@@ -131,7 +127,6 @@ def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, st
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into {dotted name: value}."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -152,7 +147,6 @@ def format_value(value: Any) -> str:
 
 
 def _prepare_for_display(value: Any) -> Any:
-    """Drop nulls from a value, and replace paths of cached models with their hub names."""
     if isinstance(value, list):
         return [_prepare_for_display(entry) for entry in value]
     if isinstance(value, dict):

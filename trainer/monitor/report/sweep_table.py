@@ -73,7 +73,6 @@ def show(console: Console, runs: list[Outcome]) -> None:
 
 
 def write_page(runs: list[Outcome], page: Path) -> str:
-    """Write the curves of the best runs to a page; return a message with its path."""
     successful = [run for run in runs if run.loss is not None]
     write_page_of_runs([run.folder for run in successful[:MAX_RUNS]], page)
     return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(successful)} runs)" if len(successful) > MAX_RUNS else "")

@@ -26,8 +26,6 @@ HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a
 
 @dataclass(frozen=True)
 class RunData:
-    """The records of one run."""
-
     name: str
     records: list[Record]
     settings: dict[str, Any]
@@ -86,7 +84,6 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Overlay the charts of all runs, with one color per run and means instead of raw values."""
     overlays: dict[str, Chart] = {}
     for index, run in enumerate(runs):
         for chart in build_charts(run.records):

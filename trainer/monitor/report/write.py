@@ -107,7 +107,6 @@ def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str,
 def format_end_summary(
     run_dir: Path, settings: Mapping[str, Any], report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """Return messages with the change in held-out loss, the output paths, and the commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
@@ -195,7 +194,6 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
 def build_summary_tables(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the summary tables as (title, rows of name and value), without rows that lack a record."""
     names = sorted({name for record in records for name in record})
     context: dict[str, Any] = {
         "config": config,

@@ -51,7 +51,6 @@ class CapturedPass:
         """Seconds per forward and backward pass: eager, replayed."""
 
     def __call__(self) -> Tensor:
-        """Return the loss for the current static inputs, differentiable with respect to the flat buffers."""
         result: Tensor = _Replay.apply(self, *self._capturer.flat.buffers)
         return result
 
@@ -147,7 +146,6 @@ class GraphCapturer:
             raise NotCapturable(f"the forward or backward pass waits for the device ({locations[0]})")
 
     def _run_eagerly(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
-        """Return the loss, gradients and seconds of an eager pass."""
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
@@ -183,7 +181,6 @@ class GraphCapturer:
         *,
         must_be_faster: bool,
     ) -> None:
-        """Replay the pass, and compare its results and time with the eager pass."""
         grad_output = torch.ones_like(value)
         replayed = [captured.replay_forward(), *captured.replay_backward(grad_output)]
         torch.cuda.synchronize(self._device)
@@ -202,7 +199,6 @@ class GraphCapturer:
 
     @contextmanager
     def _restore_after_failure(self) -> Iterator[None]:
-        """Restore torch's generator and allocator if a capture in the block fails."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         stream = torch.cuda.current_stream(self._device)
         try:
@@ -253,7 +249,6 @@ def _record_waits() -> Iterator[list[str]]:
 
 
 def _compute_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative error in the 2-norm, computed in pieces to save memory."""
     pairs = list(zip(actual.flatten().split(2**24), expected.flatten().split(2**24), strict=True))
     error = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     size = sum(float(b.float().square().sum()) for _, b in pairs)

@@ -143,7 +143,6 @@ def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
 
 @replaces("the compiler passes of DeepSpeed")
 def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
-    """Return DeepSpeed's engine for a model and its optimizer; trainer/patches works around its bugs."""
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -49,13 +49,7 @@ class Block:
         return self.members[0].parameter.shape
 
     @property
-    def is_up(self) -> bool:
-        """Whether these are B, not A."""
-        return ".lora_B." in self.members[0].name
-
-    @property
     def elements(self) -> int:
-        """Number of elements of the block in its buffer."""
         return len(self.members) * self.stride
 
     def stack(self, piece: Tensor) -> Tensor:
@@ -169,16 +163,16 @@ class FlatAdapter:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
-        """Stack the factors of each bundle's adapters: A in memory as [P, R, I], B as [O, P, R], read as [P, O, R]."""
+        """Stack the buffers of each bundle's adapters; each factor is a view [P, *shape] of the stack."""
         choice.factors = {}
         for names, _ in choice.bundles:
-            indices = [choice.names.index(name) for name in names]
-            blocks = [block for block in self.blocks if block.buffer == indices[0]]
-            pieces = [self.buffers[index].split([block.elements for block in blocks]) for index in indices]
-            for number, block in enumerate(blocks):
-                rows = [block.stack(each[number]) for each in pieces]
-                stacked = torch.stack(rows, 2).transpose(1, 2) if block.is_up else torch.stack(rows, 1)
-                for member, factor in zip(block.members, stacked.unbind(0), strict=True):
+            first, *others = (choice.names.index(name) for name in names)
+            buffers: list[Tensor] = [self.buffers[index] for index in (first, *others)]
+            stacked = torch.stack(buffers) if others else buffers[0][None]
+            blocks = [block for block in self.blocks if block.buffer == first]
+            for block, piece in zip(blocks, stacked.split([block.elements for block in blocks], dim=1), strict=True):
+                rows = piece.unflatten(1, (len(block.members), block.stride))[..., : block.shape.numel()]
+                for member, factor in zip(block.members, rows.unflatten(-1, block.shape).unbind(1), strict=True):
                     choice.factors[member.name] = factor
                     if self._watcher is not None:
                         for name in names:
@@ -271,7 +265,6 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
 
 
 def find_flat_adapter(model: Any) -> FlatAdapter | None:
-    """Return the model's flat adapter; None if it has none."""
     return getattr(model, "flat_adapter", None)
 
 
@@ -295,7 +288,6 @@ def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def find_flat_problem(config: Any) -> str | None:
-    """Return why this run's adapter cannot be stored in one buffer; None if it can."""
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:

@@ -11,7 +11,6 @@ from trainer.parallel.engine.partitioned import whole_shape
 
 
 def find_base_model(model: Any) -> Any:
-    """Return the model below PEFT's wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -47,7 +46,6 @@ def get_packed_state(parameter: nn.Parameter) -> Any | None:
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter holds the codes of a quantized weight."""
     return get_packed_state(parameter) is not None or not (parameter.is_floating_point() or parameter.is_complex())
 
 

@@ -65,7 +65,6 @@ def build_optimizer(
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int) -> Any:
-    """Build transformers' learning rate schedule over the optimizer steps of the run."""
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
@@ -87,7 +86,6 @@ def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, 
 
 
 def restore_schedule(schedule: Any, steps: int) -> None:
-    """Set a new schedule to its state after `steps` scheduler steps."""
     schedule.last_epoch = steps
     rates = [base * curve(steps) for base, curve in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -96,7 +94,6 @@ def restore_schedule(schedule: Any, steps: int) -> None:
 
 
 def compute_rates(schedule: Any, total_steps: int) -> list[float]:
-    """Return the learning rate of the first parameter group at every step."""
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]
 
 
@@ -133,7 +130,6 @@ def use_averaged_weights(engine: Engine) -> Iterator[None]:
 
 
 def _wait_for_copies() -> None:
-    """Wait until no other stream copies the weights for a checkpoint."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -54,12 +54,10 @@ class Pieces:
     """Shapes of the trained tensors that have a shard on this rank."""
 
     def metadata(self) -> dict[str, str]:
-        """Return everything except the tensors, for the header of a file."""
         return {"pieces": json.dumps({"shards": self.shards, "shapes": self.shapes})}
 
     @classmethod
     def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
-        """Rebuild the pieces from `tensors` and `metadata`."""
         return cls(tensors, **json.loads(metadata["pieces"]))
 
 
@@ -192,7 +190,6 @@ class EngineState:
         return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
 
     def restore_averages(self, averages: list[dict[str, float]]) -> None:
-        """Restore the result of `read_averages`."""
         for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
             group.update(counted)
 
@@ -222,7 +219,6 @@ class EngineState:
         return dense
 
     def _create_moments(self, steps: int) -> None:
-        """Create the zero moments that a new engine lacks, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
             for holder in self._list_group_holders(group_index, group):
                 if self._kind.library == "bitsandbytes":
@@ -247,7 +243,6 @@ class EngineState:
         return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
 
     def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy the restored master weights into the model's parameters, gathering them at stage 3."""
         import deepspeed
 
         stage = self._engine.zero_optimization_stage()

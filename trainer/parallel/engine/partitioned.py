@@ -19,12 +19,10 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the full shape of a parameter, even if this rank holds only a shard."""
     return torch.Size(require(parameter, "ds_shape", "deepspeed")) if is_partitioned(parameter) else parameter.shape
 
 
 def whole_size(parameter: Tensor) -> int:
-    """Return the number of elements of the full parameter."""
     return whole_shape(parameter).numel()
 
 
@@ -40,7 +38,6 @@ def get_local_shard(parameter: Tensor) -> Tensor:
 
 
 def get_partition_group(parameter: Tensor) -> Any:
-    """Return the process group over which a parameter is partitioned."""
     return require(parameter, "ds_process_group", "deepspeed")
 
 

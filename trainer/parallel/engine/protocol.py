@@ -7,8 +7,6 @@ import torch
 
 
 class Engine(Protocol):
-    """DeepSpeed's engine around a model and its optimizer, on one rank."""
-
     module: Any
     """Model passed to `start_engine`."""
     device: torch.device

@@ -39,8 +39,6 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank reports to rank 0."""
-
     rank: int
     host: str
     device: str
@@ -61,8 +59,6 @@ Decision = TypeVar("Decision")
 
 @dataclass(frozen=True)
 class World:
-    """What rank 0 has learned about all ranks, and the store that connects them."""
-
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
     store: Any
@@ -131,7 +127,6 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
 
 
 def build_report(ranks: Ranks, settings: str) -> Report:
-    """Return this rank's report; `settings` is the configuration as JSON."""
     device, device_id = "cpu", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
@@ -198,7 +193,6 @@ def _find_shared_devices(reports: Sequence[Report]) -> list[tuple[str, str]]:
 
 
 def format_summary(reports: Sequence[Report]) -> str:
-    """Format the number of ranks, the hosts, the device and the versions in one line."""
     hosts = list(dict.fromkeys(report.host for report in reports))
     values = reports[0].values
     versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)

@@ -46,7 +46,6 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     @classmethod
@@ -202,7 +201,6 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, on every rank."""
     values = [value]
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:
         values *= size
@@ -231,7 +229,6 @@ def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

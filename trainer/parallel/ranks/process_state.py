@@ -82,7 +82,6 @@ class WorkDetector:
         self._before = self._read_counters()
 
     def has_progressed(self) -> bool:
-        """Return whether there was any work since the last call."""
         now, counters = time.monotonic(), self._read_counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._checked_at, self._before = now - self._checked_at, now, counters

@@ -17,8 +17,6 @@ STEP_PHASES = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
 class Progress:
-    """Step and phase of this process, and when either last changed."""
-
     def __init__(self) -> None:
         self.step = 0
         """Optimizer step, counted from 1; 0 before the first."""
@@ -37,7 +35,6 @@ class Progress:
         self._start_has_ended = False
 
     def begin_step(self, step: int) -> None:
-        """Record that optimizer step `step` begins."""
         self._first_step_at = self._first_step_at or time.monotonic()
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()

@@ -68,7 +68,6 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    """Return the sum over a group's ranks, each of which computes a part of the loss."""
     total: Tensor = _Sum.apply(values, part.group)
     return total
 
@@ -90,8 +89,6 @@ class _Sum(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends row i of a tensor to rank i of a group, and receives row i from it."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group

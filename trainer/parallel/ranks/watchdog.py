@@ -266,7 +266,6 @@ def _waits_for_others(beat: Heartbeat) -> bool:
 
 
 def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang:
-    """Return the ranks that the others wait for, and a sentence that describes the hang."""
     quiet = set(silent)
     behind = find_ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]

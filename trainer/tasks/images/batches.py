@@ -39,8 +39,6 @@ class Group:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """The groups of one micro-step on one rank, usually a single one."""
-
     groups: tuple[Group, ...]
     tokens: int
     """Number of images."""
@@ -115,7 +113,6 @@ class ImageBatches(GlobalBatches):
         return max(counts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the permutation of the images in an epoch."""
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
             order = draw_order(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
@@ -179,7 +176,6 @@ def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
-    """Return a generator that is seeded with the numbers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
 

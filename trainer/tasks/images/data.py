@@ -30,8 +30,6 @@ CACHE_FORMAT = 4
 
 @dataclass(frozen=True)
 class ImageStats:
-    """Statistics of the data, for the console."""
-
     records: int
     captions: int
     held_out: int
@@ -58,8 +56,6 @@ class ImageStats:
 
 @dataclass(frozen=True)
 class Entry:
-    """An image in the cache."""
-
     name: str
     """The image's origin, for messages."""
     number: int
@@ -93,8 +89,6 @@ class ImageSamples:
 
 @dataclass
 class Store:
-    """The tensors of a complete cache folder; opens files on demand."""
-
     folder: Path
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
@@ -106,13 +100,11 @@ class Store:
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
 
     def conditions(self, caption: int) -> Conditions:
-        """Return the conditions of a caption."""
         file = self._file(f"captions-{caption // IMAGES_PER_FILE:04d}.safetensors")
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
 
     def caption_number(self, caption: str) -> int:
-        """Return the number of a caption or sample prompt."""
         return self.captions.index(caption)
 
     def _file(self, name: str) -> Any:
@@ -123,8 +115,6 @@ class Store:
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """Training, held-out and class images, and a fingerprint of the data."""
-
     train: ImageSamples
     evaluation: ImageSamples | None
     prior: ImageSamples | None
@@ -216,7 +206,6 @@ def _build_plan(config: RunConfig) -> _Plan:
 
 
 def _list_warnings(plan: _Plan) -> list[str]:
-    """Return warnings about converted images, and about data that is valid but rarely intended."""
     total = len(plan.images)
     changes = Counter(chain.from_iterable(image.changes for image in plan.images))
     empty = sum(not image.caption for image in plan.images)

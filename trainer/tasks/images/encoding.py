@@ -139,7 +139,6 @@ def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
-    """Return random conditions that depend on the caption, for a random pipeline."""
     import xxhash
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))

@@ -17,8 +17,6 @@ FLUX_TIMES = 1000.0  # scheduler timesteps per unit of the model's time
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of pipeline."""
-
     name: str
     pipeline: str
     """Class of the pipeline in diffusers."""
@@ -42,11 +40,9 @@ class Family:
 
     @property
     def flow(self) -> bool:
-        """Whether the model is trained by flow matching."""
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
     def pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
-        """Return the arguments that replace prompts in a call of the pipeline."""
         arguments = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
         if negative is not None and self.guided:
             arguments |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
@@ -155,5 +151,4 @@ FAMILIES = (
 
 
 def find_family(pipeline: str) -> Family | None:
-    """Return the family of a pipeline class, or None if it is not supported."""
     return next((family for family in FAMILIES if family.pipeline == pipeline), None)

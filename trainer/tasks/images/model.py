@@ -36,7 +36,6 @@ class ImageModel(nn.Module):
     """PEFT reads this attribute if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Build the modules without allocating weights."""
         super().__init__()
         denoiser, family = pipeline.build_empty_denoiser(), pipeline.family
         self.family: Family = family
@@ -151,7 +150,6 @@ def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> di
 
 
 def _refuse_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:
-    """Raise UserError if there are any `names`."""
     if names:
         raise UserError(
             f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); use config.json "

@@ -22,8 +22,6 @@ from trainer.tasks.task import StepLoss
 
 @dataclass(frozen=True)
 class Noised:
-    """The noisy input of the model and the target of its prediction."""
-
     noisy: Tensor
     target: Tensor
     times: Tensor
@@ -43,7 +41,6 @@ class Objective:
         self._normal = (image.logit_mean, image.logit_std) if normal else None
 
     def draw_time(self, generator: torch.Generator) -> float:
-        """Draw a time between 0 and 1 from the configured distribution."""
         if self._normal is None:
             return float(torch.rand((), generator=generator, dtype=torch.float64))
         mean, std = self._normal
@@ -86,7 +83,6 @@ class NoiseLoss(StepLoss):
     balancing = 0.0
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
-        """`dtype` is the compute dtype of the model; `guidance` is passed to models that use it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:

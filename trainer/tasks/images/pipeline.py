@@ -43,7 +43,6 @@ class Published:
 
 @cache
 def load_shapes() -> dict[str, Published]:
-    """Return all shapes by name."""
     return {name: Published(**shape) for name, shape in read_yaml(SHAPES_FILE).tree.items()}
 
 
@@ -65,8 +64,6 @@ def is_pipeline(name: str, section: ModelSection) -> bool:
 
 @dataclass(frozen=True)
 class VaeSettings:
-    """The keys of a VAE's config.json that determine its latents."""
-
     block_out_channels: list[int]
     latent_channels: int = 4
     scaling_factor: Finite | None = None
@@ -101,7 +98,6 @@ class Pipeline:
         return "" if self.folder is None else str(self.folder / self.family.denoiser)
 
     def build_empty_denoiser(self) -> Any:
-        """Build the denoiser's modules without allocating weights."""
         import diffusers
         from accelerate import init_empty_weights
 
@@ -109,7 +105,6 @@ class Pipeline:
             return getattr(diffusers, self.family.model).from_config(self.settings)
 
     def build_training_scheduler(self, image: ImageSection) -> Any:
-        """Build diffusers' scheduler that adds the noise, with the run's settings."""
         import diffusers
 
         changes: dict[str, Any] = {}

@@ -42,7 +42,6 @@ def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
 
 
 def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
-    """Fit an image of `width` x `height` to the bucket with the nearest aspect ratio."""
     shape = math.log(width / height)
     to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
     factor = max(to_width / width, to_height / height)

@@ -30,8 +30,6 @@ SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image, read on demand."""
-
     name: str
     """The image's location, for messages."""
     caption: str
@@ -79,7 +77,6 @@ def _list_visible_entries(folder: Path) -> list[Path]:
 
 
 def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
-    """Describe broken links, and files that are neither images nor captions."""
     images = {path for path in entries if path.suffix.lower() in SUFFIXES and path.is_file()}
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
     others = [path for path in entries if path not in used and not path.is_dir()]

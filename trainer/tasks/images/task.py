@@ -215,7 +215,6 @@ def _add_row_dimension(conditions: Conditions, device: torch.device, dtype: torc
 
 
 def _decode(sampler: Any, latents: torch.Tensor, side: int) -> Any:
-    """Decode latents to an image as the pipeline does."""
     vae = sampler.vae
     if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches
         latents = require(sampler, "_unpack_latents", "diffusers")(latents, side, side, sampler.vae_scale_factor)

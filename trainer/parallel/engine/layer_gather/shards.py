@@ -32,8 +32,6 @@ MIN_ELEMENTS = 100_000
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The parameters of one module that will be gathered together."""
-
     path: str
     last_module: str
     """The module below `path` that is loaded last."""
@@ -79,7 +77,6 @@ def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[i
 
 
 def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
-    """Return the ids of the parameters of modules that are not sharded."""
     modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
     if keep_embeddings:
         modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
@@ -88,8 +85,6 @@ def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool)
 
 @dataclass(frozen=True)
 class _Step:
-    """A module that reads a unit in its forward pass."""
-
     unit: ShardedUnit
     module: nn.Module
     has_backward: bool
@@ -128,7 +123,6 @@ class LayerShards:
         self._in_backward = False
 
     def plan(self, model: nn.Module) -> None:
-        """Choose the units of a model without weights."""
         units = plan_units(model, self._keep_whole, keep_embeddings=self._keep_embeddings)
         self._plan = {unit.last_module: unit for unit in units}
 
@@ -270,7 +264,6 @@ class LayerShards:
 
 
 def find_layer_shards(model: Any) -> LayerShards | None:
-    """Return the model's shards if its base is gathered per layer, otherwise None."""
     return getattr(model, "layer_shards", None)
 
 

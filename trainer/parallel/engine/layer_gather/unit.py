@@ -72,12 +72,10 @@ class ShardedUnit:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of this rank's shard."""
         return self._shard.nbytes
 
     @property
     def bytes_gathered(self) -> int:
-        """Bytes of the unit while it is gathered."""
         return self._whole.nbytes
 
     def start(self) -> None:
