@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,12 +20,13 @@ def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor
     factors: list[float] = []
     training = module.training
     module.eval()  # dropout would advance the random state of the first step
-    for probe in (1.0, 2.0, -64.0):
-        with replace_head(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
-            logits = module(input_ids=tokens, use_cache=False).logits
-        factors.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
+    with suppress(IndexError):  # Chameleon sets the logits of some tokens
+        for probe in (1.0, 2.0, -64.0):
+            with replace_head(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
+                logits = module(input_ids=tokens, use_cache=False).logits
+            factors.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
     module.train(training)
-    return factors[0] if factors[0] > 0 and len(set(factors)) == 1 else None
+    return factors[0] if factors and factors[0] > 0 and len(set(factors)) == 1 else None
 
 
 def find_plain_head_problem(head: Any) -> str:

@@ -137,8 +137,8 @@ def read_model_files(config: RunConfig) -> Prepared:
     tokenizer = _read_tokenizer(config)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
-    layers, available = config.training.gradient_checkpointing_layers, empty.config.get_text_config().num_hidden_layers
-    if layers is not None and layers > available:
+    layers = config.training.gradient_checkpointing_layers
+    if layers is not None and layers > (available := empty.config.get_text_config().num_hidden_layers):
         problem = f"the model has only {available}; remove it to recompute all"
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:

@@ -30,12 +30,13 @@ from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import build_model_card
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
-from trainer.patches.packed_attention import choose_attention, disable_varlen
+from trainer.patches.packed_attention import VARLEN, choose_attention, disable_varlen
 from trainer.patches.packing_probe import check_causal, check_parts, separate_documents
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
@@ -116,7 +117,15 @@ class LanguageTask(Task):
         return ids
 
     def run_small_pass(self, model: Any) -> object:
-        return model(input_ids=torch.full((1, 8), self._any_token, device=self._device), use_cache=False)
+        tokens = torch.full((1, 8), self._any_token, device=self._device)
+        try:
+            return model(input_ids=tokens, use_cache=False)
+        except TypeError as error:
+            base = find_base_model(model)
+            if base.config._attn_implementation != VARLEN:
+                raise
+            problem = f"{type(base).__name__} reads the attention mask, which packs do not have"  # HY-V4's indexer
+            raise UserError(f"dataset.packing=true: {problem}; set dataset.packing: false") from error
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
         training = self._config.training

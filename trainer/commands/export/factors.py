@@ -173,6 +173,8 @@ class _StoredNames:
 
         self._model = model
         self._revert = require(core_model_loading, "revert_weight_conversion", "transformers")
+        weights = {name: torch.empty(weight.shape, device="meta") for name, weight in model.named_parameters()}
+        self._shapes = {name: weight.shape for name, weight in self._revert(model, weights).items()}
         self._experts = set(expert_modules(model))
         self._expert_names: dict[str, dict[tuple[int, str], str]] = {}
 
@@ -182,7 +184,7 @@ class _StoredNames:
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
         weight, stored = self._find_stored(f"{path}.weight")
-        if [value.shape for value in stored.values()] != [weight.shape]:
+        if [self._shapes.get(name) for name in stored] != [weight.shape]:
             raise _unknown_to_servers(f"{path}: this checkpoint stores it as {', '.join(stored)}")
         return next(iter(stored)).removesuffix(".weight")
 
@@ -212,7 +214,10 @@ class _StoredNames:
                 f"{parameter}: is not in the base; pass the base that the adapter was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
-        return weight, self._revert(self._model, {parameter: empty})
+        try:
+            return weight, self._revert(self._model, {parameter: empty})
+        except ValueError as error:  # of a conversion that needs other parameters as well
+            raise _unknown_to_servers(f"{parameter}: this checkpoint stores it together with others") from error
 
 
 def _unknown_to_servers(problem: str) -> UserError:
