@@ -150,7 +150,7 @@ def choose_held_out(count: int) -> set[int]:
 
 
 def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if no c is."""
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
     low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2

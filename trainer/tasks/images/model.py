@@ -20,7 +20,7 @@ ATTENTION = ("attn", "attn1")
 
 
 class ModelSettings(SimpleNamespace):
-    """The parts of a transformers configuration that other code reads."""
+    """Holds the parts of a transformers configuration that other code reads."""
 
     def get_text_config(self) -> "ModelSettings":
         return self

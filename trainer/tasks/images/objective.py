@@ -78,7 +78,7 @@ class Objective:
 
 
 class NoiseLoss(StepLoss):
-    """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
+    """Computes sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
     balancing = 0.0
 
