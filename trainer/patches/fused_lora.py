@@ -311,7 +311,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
-                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}). Use ops.backend: "
+                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}); use ops.backend: "
                     "peft, and report this GPU"
                 )
 

@@ -236,7 +236,7 @@ def varlen_attention(
     if kwargs.get("softcap") is not None:
         raise UserError(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
-            "support. Use eager, or set dataset.packing: false"
+            "support; use eager, or set dataset.packing: false"
         )
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None

@@ -1,4 +1,4 @@
-"""Losses of preference pairs, with TRL's names, as functions of the log-probabilities of answers.
+"""Losses of preference pairs, with TRL's names, as functions of the answers' log-probabilities.
 
 Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
 h(y) = log p(y) - log p_ref(y). In `LOSSES`, c and r are beta h of the chosen and the rejected answer, p the settings.
