@@ -37,7 +37,7 @@ LONG_LOAD_S = 3.0
 
 
 class Run:
-    """A training run on one rank; attributes without a value are listed in the order in which they are assigned."""
+    """A training run on one rank; attributes without a default are listed in the order of their assignment."""
 
     has_checkpoints = True
     build_evaluation: Callable[..., Evaluation] = Evaluation

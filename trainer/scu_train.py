@@ -46,7 +46,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             option = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{option}: needs no ranks; run `zerolora scu-train {option}`")
+            raise UserError(f"{option}: not supported under torchrun or deepspeed; run `zerolora scu-train {option}`")
     tree = load_resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None

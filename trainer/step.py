@@ -130,7 +130,7 @@ def train_step(
 ) -> StepInFlight:
     """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `stop` and `save` request a stop or checkpoint after the step; the result says whether any rank does.
+    `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank did.
     `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
     """
     engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device

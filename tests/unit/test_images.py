@@ -71,7 +71,7 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
     assert read_images(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
-    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: needs file_name, and a text in"):
+    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: needs file_name, and a caption in"):
         read_images(SourceSection(path=str(folder)), "dataset", None)
 
 

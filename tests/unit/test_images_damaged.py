@@ -41,7 +41,7 @@ def refused(folder: Path) -> str:
         ),
         (
             {"file_name": "000.png", "text": ["x", "y"]},
-            "metadata.jsonl, record 1: needs file_name, and a text in one",
+            "metadata.jsonl, record 1: needs file_name, and a caption in one",
         ),
         ({"text": "x"}, "metadata.jsonl, record 1: needs file_name"),
     ],
@@ -157,7 +157,7 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
     file = str(write_images(tmp_path / "a", 1) / "000.png")
     for name, rows, line in (
         ("picture", {"image": [file, None], "text": ["a", "b"]}, "picture, record 2: has no image in column image"),
-        ("caption", {"image": [file, file], "text": ["a", None]}, "caption, record 2: has no text in column text"),
+        ("caption", {"image": [file, file], "text": ["a", None]}, "caption, record 2: has no caption in column text"),
     ):
         datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / name)
         assert line in refused(tmp_path / name)

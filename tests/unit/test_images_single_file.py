@@ -119,7 +119,7 @@ def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path,
 
 def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
     file = write_single_file(make_pipeline(tmp_path / "sd", "sd"), tmp_path / "sd.safetensors")
-    with pytest.raises(UserError, match=r"sd\.safetensors: has weights without settings.*model\.pipeline"):
+    with pytest.raises(UserError, match=r"sd\.safetensors: contains only weights.*model\.pipeline"):
         read_pipeline(str(file), ModelSection())
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:200])
     with pytest.raises(UserError, match="truncated"):

@@ -1,7 +1,7 @@
-"""Compute adapted layers with their merged weight rounded to integers (training.qat).
+"""Compute adapted layers with fake-quantized merged weights (training.qat).
 
 ops/fake_quantize.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
-on the unrounded base, with which the SCU's divergence and `eval --base` compare.
+on the base without fake quantization, with which the SCU's divergence and `eval --base` compare.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
-    """Round the merged weight of every adapted layer in each forward pass; return lines for the console.
+    """Fake-quantize the merged weight of every adapted layer in each forward pass; return lines for the console.
 
-    Raises UserError if torchao is missing or a layer cannot be rounded.
+    Raises UserError if torchao is missing or a layer cannot be quantized.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -37,7 +37,7 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     check_torchao(setting)
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLayer) and (reason := explain_not_rounded(layer)):
-            raise UserError(f"{setting}: {path}: {reason}; leave it out with lora.exclude_modules")
+            raise UserError(f"{setting}: {path}: {reason}; exclude it with lora.exclude_modules")
     layers = find_adapted_linears(model)
     widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
     form = choose_integer_form(kind, widths, dtype, setting=setting)

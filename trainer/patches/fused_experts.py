@@ -17,7 +17,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of experts without an adapter")
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Use the operator on a GPU also for experts without an adapter; return lines for the console."""
+    """On a GPU, also use the operator for experts without an adapter; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

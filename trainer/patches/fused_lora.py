@@ -129,9 +129,9 @@ def find_fusion_problem(layer: Any) -> str | None:
 
 
 class Member:
-    """An adapted layer and the operator's arguments, which are read at every call.
+    """Holds an adapted layer, and reads the operator's arguments from it at every call.
 
-    To make these reads cheap, modules are looked up once, and PEFT's attributes are read directly, not by properties.
+    To make these reads cheap, modules are looked up once, and PEFT's attributes are read without its properties.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -150,7 +150,7 @@ class Member:
         self._nf4: ops.Nf4Weight | None = None
 
     def apply_when_active(self, active: Sequence[str]) -> None:
-        """Apply this adapter while PEFT's active adapters are `active`, which include this one."""
+        """Apply this adapter while PEFT's list of active adapters is `active`, which includes this one."""
         self._active = (active, active)
 
     @property
@@ -311,13 +311,13 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
-                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}). Use ops.backend: "
+                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}); use ops.backend: "
                     "peft, and report this GPU"
                 )
 
 
 def _compute_relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
-    """Return the RMS error of a repeated batch, relative to the RMS of `expected`."""
+    """Return the RMS error of a batch repeated `repeat` times, relative to the RMS of `expected` (one repetition)."""
     if actual.shape == expected.shape:  # the gradient of a factor, which sums over the repetitions
         expected = repeat * expected
     parts = actual.split(len(expected))

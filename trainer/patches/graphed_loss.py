@@ -33,7 +33,7 @@ Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
 
 
 class StaticInputs:
-    """The inputs of one shape, views of one buffer at a fixed address, so that one copy transfers a batch."""
+    """Holds the inputs of one shape as views of one buffer at a fixed address, so that one copy transfers a batch."""
 
     def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
         self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -140,7 +140,7 @@ class GraphedLoss:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Run the pass eagerly; after the warm-up, also measure the fraction of its time that the host needs."""
+        """Run the pass eagerly; after the warm-up, also measure the fraction of its time spent launching."""
         self._sizes.append(measure_sizes(batch))
         if self._mode == "on" or len(self._sizes) <= WARMUP_BATCHES:
             return self._loss(model, batch, device)
@@ -207,7 +207,7 @@ class GraphedLoss:
 
 
 def _describe_first_error(error: BaseException) -> str:
-    """Return type and first line of the original error, as ending a failed capture raises another one."""
+    """Return type and first line of the original error, because ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()

@@ -1,7 +1,7 @@
 """Install the replacements on a model and its engine, in a fixed order.
 
 Each forward keeps the one that it replaced. Up to five are stacked on one adapted layer, from the inside out: PEFT's
-forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
+forward, the fused operator, recomputation of its input, the checkpoint of its layer, gathering hooks. Replacements
 for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
 docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
 """
@@ -92,7 +92,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Replace code of DeepSpeed's engine; return the guard of several adapters, with a norm limit for each, or None."""
+    """Patch DeepSpeed's engine; with norm `limits`, one per adapter, return the guard that applies them."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)

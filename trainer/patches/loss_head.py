@@ -42,7 +42,7 @@ FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
 
 
 class TokenLoss:
-    """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
+    """Computes the summed loss of the targets: -log p or, with gradients, the weighted loss of a `LossKind`.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
     and a probe shows that the model at most scales the head's output. Otherwise the loss is computed from the logits.
@@ -57,7 +57,7 @@ class TokenLoss:
         balance: float = 0.0,
         kind: LossKind = NLL,
     ) -> None:
-        """Prepare the loss of a model, `kind` in training and -log p without gradients.
+        """Prepare the loss of a model: `kind` in training, -log p without gradients.
 
         `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if it turns out to be wrong.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
@@ -87,7 +87,7 @@ class TokenLoss:
     ) -> torch.Tensor:
         """Return the loss sum of each part of the batch [N]; `parts` lists the number of targets per part, in order.
 
-        No matrix product reads targets of two parts. With `parts=None` the sum of the whole batch is a scalar.
+        No matmul combines targets of different parts. With `parts=None`, returns the sum over the batch as a scalar.
         """
         self.observe(batch, device)
         inputs, targets = self._build_inputs(batch, device)
@@ -104,7 +104,7 @@ class TokenLoss:
         return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return inputs and targets [B, K], K at least `target_positions`, on the host for `compute_from_inputs`."""
+        """Return host inputs and targets [B, K] for `compute_from_inputs`, with K >= `target_positions` positions."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
@@ -138,7 +138,7 @@ class TokenLoss:
         return self._compute(call, inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the metrics that this loss adds to the loss itself: none."""
+        """Return additional metrics to log; this loss has none."""
         return {}
 
     @property
@@ -198,7 +198,7 @@ class TokenLoss:
     def measure_by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return `measure_tokens` for the batch's targets, row by row [5, K]; LOSS is differentiable.
+        """Return the result of `measure_tokens` for the batch's K targets, row by row [5, K]; LOSS is differentiable.
 
         `base_states` are the result of `compute_base_states`, if `is_in_chunks`.
         """
@@ -266,7 +266,7 @@ class TokenLoss:
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `is_in_chunks`."""
+        """Return the base model's hidden states [K, H] at the K targets, or its log p [K, V] if not `is_in_chunks`."""
         with self._outside_step(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
@@ -312,7 +312,7 @@ class TokenLoss:
         return torch.stack(rows).double()
 
     def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [B, K, V] and targets [B, K] on the device."""
+        """Return logits [B, K, V] and targets [B, K] at the K positions with logits, on the device."""
         inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
@@ -335,7 +335,7 @@ class TokenLoss:
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block; unlike PEFT, keep the requires_grad of its factors.
 
-    Changing it would break a graph, an engine or a flat buffer that holds the factors.
+    Changing requires_grad would break a graph, an engine or a flat buffer that holds the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -23,14 +23,14 @@ SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "cau
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError if a model, with or without weights, has nothing that `adapter: qlora` can quantize."""
+    """Raise UserError if a loaded or empty model has no layer that `adapter: qlora` can quantize."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantize; use adapter: lora")
 
 
 def describe_unadapted(model: nn.Module) -> list[str]:
-    """Describe unadapted weight matrices outside linear layers, such as fused experts; return no line without any."""
+    """Return a console line on unadapted weight matrices outside linear layers, such as fused experts, if any."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
@@ -94,17 +94,17 @@ def call_mamba_projections(model: Any) -> list[str]:
 
 
 def has_scan_kernels() -> bool:
-    """Return whether mamba-ssm, with a Triton scan that keeps less memory than plain torch's, is installed."""
+    """Return whether mamba-ssm is usable; its Triton scan keeps less memory than a scan in plain torch."""
     return not _find_load_problem(*SCAN)
 
 
 def explain_unused_kernels(package: str, library: str) -> str:
-    """Return why transformers does not use the kernels, which it has tried to import by now; empty if it does."""
+    """Return why transformers, which has already tried to import the kernels, does not use them; empty if it does."""
     return _find_load_problem(package, library) or _find_import_problem(package, package)
 
 
 def _find_load_problem(package: str, library: str) -> str:
-    """Return why the kernels are unavailable, checked without the slow import of the package; empty if they are not."""
+    """Return why the kernels cannot be loaded, or an empty string; avoids the slow import of the package."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "install the extra `mamba` for kernels that are faster and keep less memory"
     return _find_import_problem(package, library)

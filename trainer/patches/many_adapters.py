@@ -1,6 +1,6 @@
-"""The forward of layers with several adapters: one frozen product for all rows, each adapter on its own rows.
+"""The forward of layers with several adapters: one frozen matmul for all rows, and each adapter for its rows.
 
-`fused_lora` computes the frozen product, with zero factors that need no gradient, so quantized bases, partitioning and
+`fused_lora` computes the frozen matmul, with zero factors that need no gradient, so quantized bases, partitioning and
 recomputation work as in a single-adapter run.
 """
 
@@ -95,7 +95,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
                 continue
             module._active_adapter = [name]
             if reason := find_fusion_problem(module):
-                raise UserError(f"adapters: {path}: {reason}; leave it out with lora.exclude_modules")
+                raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
             members[name] = Member(module)
             members[name].apply_when_active(active)
         module._active_adapter = active
@@ -140,7 +140,7 @@ def _build_forward(
             base_output: Tensor = module.base_layer(x, *args, **kwargs)
             return base_output
         if args or kwargs or not layer.any_member.applies_to(x):
-            raise RuntimeError(f"a layer with several adapters got {x.dtype} {tuple(x.shape)} and {[*args, *kwargs]}")
+            raise RuntimeError(f"layer with several adapters: bad input {x.dtype} {tuple(x.shape)} {[*args, *kwargs]}")
         if name is None:
             return common.compute_output(index, x)
         group, indices = single[name]
@@ -150,7 +150,7 @@ def _build_forward(
 
 
 class _CommonGroup(Group):
-    """Layers that share an input, in a pass with rows of several adapters."""
+    """Computes layers that share an input, in a pass with rows of several adapters."""
 
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])
@@ -185,7 +185,7 @@ class _CommonGroup(Group):
                         side.append(self._choice.factors[factor])
             start = end
         if start != x.numel() // x.shape[-1]:
-            raise RuntimeError(f"a layer with several adapters got {tuple(x.shape)} for {start} tokens of a batch")
+            raise RuntimeError(f"layer with several adapters: {tuple(x.shape)} does not match {start} tokens")
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 

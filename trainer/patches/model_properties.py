@@ -83,7 +83,7 @@ class _States(tuple[torch.Tensor]):
 
 @replaces("the forward of everything below the head of an empty model")
 def find_head_problem(model: Any) -> str | None:
-    """Return why the head of an empty model, adapted or not, is not fused with the loss; None if unknown.
+    """Return why an empty model's head, adapted or not, is not fused with the loss; empty if it is, None if unknown.
 
     Hidden states of zero replace everything below the head, so only the head and the code after it run.
     """

@@ -65,7 +65,7 @@ class Replaceable:
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return, for each of PARTS, why it is not replaced everywhere; an empty reason means that it is."""
+        """Return why each of PARTS is not replaced everywhere; the reason is empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
@@ -108,8 +108,8 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
     """Replace norms, gated MLPs and rotary embedding with our operators where these agree with the model's own code.
 
-    Call it before adapters are added. Trained norms (not `frozen_norms`) keep the model's code. `recompute` lets layers
-    recompute the outputs of gated MLPs (`activations`), also of norms (`norms`), or neither (`none`).
+    Call it before adapters are added. Trained norms (not `frozen_norms`) keep the model's code. `recompute` selects
+    the outputs that layers recompute: gated MLPs (`activations`), gated MLPs and norms (`norms`), or neither (`none`).
     """
     examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
     for module, forward in examined.forwards:
@@ -231,7 +231,7 @@ def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
 
 
 def _read_multipliers(module: Any) -> tuple[float, float]:
-    """Return Falcon-H1's factors of the gate and of the result."""
+    """Return Falcon-H1's multipliers of the gate and the result; 1 for other models."""
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 

@@ -3,7 +3,7 @@
 Without an attention mask and a cache, transformers detects documents by `position_ids` that restart, and builds an
 L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention computes each
 one separately, without a mask. Without flash attention (fp32, GPUs before Ampere) shared key heads are copied for every
-query head, because torch would fall back to products that keep L x L probabilities.
+query head, because torch would fall back to matmuls that keep L x L probabilities.
 """
 
 import inspect
@@ -141,7 +141,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents of a loaded model can share keys: our attention supports no sinks and no chunks."""
+    """Return whether documents can share keys in a loaded model; not with attention sinks or chunked attention."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -164,7 +164,7 @@ def disable_varlen(model: Any) -> None:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports device and dtype: 16 bits, compute capability 8.0 or higher."""
+    """Return whether torch's flash attention supports device and dtype: compute capability 8.0 or higher, 16 bits."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -187,7 +187,7 @@ def sdpa_with_own_heads(
     """Compute transformers' sdpa with shared key and value heads copied for each query head; [B, heads, L, head_dim].
 
     Without a mask transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
-    Without flash attention only plain products remain, which keep L x L probabilities per head.
+    Without flash attention, only plain matmuls remain, which keep L x L probabilities per head.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -219,7 +219,7 @@ def varlen_attention(
     transformers' sdpa runs. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
 
     If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
-    The last of them belong to the document's own tokens.
+    The last of these keys belong to the document's own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -236,7 +236,7 @@ def varlen_attention(
     if kwargs.get("softcap") is not None:
         raise UserError(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
-            "support. Use eager, or set dataset.packing: false"
+            "support; use eager, or set dataset.packing: false"
         )
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
@@ -257,7 +257,7 @@ def sequence_attention(
     sequence: SequencePart | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `varlen_attention`; with `sequence`, from and to one rank's tokens [1, heads, T/N, head_dim]."""
+    """Compute `varlen_attention`; with `sequence`, tensors have one of N ranks' tokens [1, heads, T/N, head_dim]."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)
@@ -279,7 +279,7 @@ def window_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention without a mask within each window; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Windows are the patches [cu_seq_lens_q[i], cu_seq_lens_q[i+1]); without bounds, transformers' sdpa runs.
+    Window i has the patches cu_seq_lens_q[i] to cu_seq_lens_q[i+1] - 1; without bounds, transformers' sdpa runs.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -317,9 +317,9 @@ def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
     longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Call the operator of varlen_attn, which itself copies shared key heads in torch 2.11; [T, heads, head_dim].
+    """Call varlen_attn's operator, because varlen_attn copies shared key heads in torch 2.11; [T, heads, head_dim].
 
-    The last query of a document belongs to its last key.
+    A document's last query and last key are the same token.
     """
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     lengths = bounds, key_bounds, longest, longest
@@ -333,7 +333,7 @@ def _attend_in_turn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
     scaling: float | None, dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute one document after the other in plain torch, [1, T, heads, head_dim]."""
+    """Compute one document after another in plain torch, [1, T, heads, head_dim]."""
     outs = []
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
@@ -345,7 +345,7 @@ def _attend_in_turn(
 def _attend_batched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) need 58 % of the time.
+    """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) take 58 % as long.
 
     On one H200, with 4 x 2048 tokens, 32 heads of 128 and 8 key heads, both passes took 1.13 instead of 1.97 ms.
     """

@@ -76,7 +76,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
 
 def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Make the model separate the documents of a pack, and return whether packs must be flat; a collective call.
+    """Make the model separate the documents of a pack; return whether packs must be one row. A collective call.
 
     Layers that carry state from one document to the next compute each document separately from now on. A model that
     ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a
@@ -186,7 +186,7 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately; return a remaining problem.
+        """Make layers that carry state across documents compute each document separately; return what still fails.
 
         These layers use their kernels if the kernels separate documents.
         """

@@ -2,8 +2,8 @@
 
 transformers separates packed documents in attention. State-space layers, linear attention and short convolutions carry
 their state across documents, unless their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) get the bounds.
-Otherwise a layer computes its documents as rows of a batch, padded on the right, which a causal layer never reads. The
-bounds reach the layers by a context variable, because many models do not pass on arguments. Gradient checkpointing
+Otherwise a layer computes its documents as rows of a batch, padded on the right; causal layers never read padding. The
+bounds reach the layers through a context variable, because many models do not pass on arguments. Gradient checkpointing
 restores it for the recomputation.
 """
 
@@ -37,7 +37,7 @@ class Documents:
         """Find the documents on the host by positions that restart, and `move` the layers' indices to the device.
 
         Documents of similar length are computed together, with at most half of the tokens as padding. `one_call` puts
-        all in one call: if calls gather weights, every rank must call a layer the same number of times.
+        all documents in one call: if calls gather weights, every rank must call a layer the same number of times.
         """
         self.shape = position_ids.shape
         is_first = position_ids.flatten() == 0
@@ -66,7 +66,7 @@ _DOCUMENTS: ContextVar[Documents | None] = ContextVar("documents", default=None)
 
 
 class PerDocument:
-    """A layer's forward that computes documents separately: `by_kernels` in one row, otherwise as rows of a batch."""
+    """Computes a layer's documents separately: in one row if `by_kernels`, otherwise as rows of a batch."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward

@@ -16,7 +16,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @torch.no_grad()
 def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
-    """Return c if logits are c times the head's output (1 for most models, 1 / scaling for Granite), otherwise None."""
+    """Return the ratio of logits to the head's output (1, or 1 / scaling for Granite); None if it varies."""
     factors: list[float] = []
     training = module.training
     module.eval()  # dropout would advance the random state of the first step

@@ -107,7 +107,7 @@ def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts:
 
 
 def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
-    """Recompute only the first layers if the model's code supports it; return a description of those recomputed."""
+    """Recompute only the first layers if the model's code supports it; return a description of these layers."""
     blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
         return f"every layer, because this model does not support training.gradient_checkpointing_layers={first}"
@@ -184,7 +184,7 @@ def compute_host_room() -> int:
 
 
 class HostCopies:
-    """Activations in pinned host memory, copied on a separate stream and prefetched one layer ahead.
+    """Keeps activations in pinned host memory, copied on a separate stream and prefetched one layer ahead.
 
     The backward pass needs the layers in reverse order. CPU tensors are not copied.
     """

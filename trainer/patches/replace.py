@@ -13,7 +13,7 @@ _ABSENT = Ellipsis  # for an attribute of the class; unlike object(), it stays t
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a model's module, a Python module or an engine; `undo` restores those of a model."""
+    """Set an attribute of a model's module, a Python module or an engine; `undo` restores a model's attributes."""
     attributes = vars(owner)
     attributes.setdefault(_ORIGINALS, []).append((name, attributes.get(name, _ABSENT)))
     setattr(owner, name, value)

@@ -1,1 +1,1 @@
-"""The Shannon Control Unit: its law, the information of an adapter, the controller in training."""
+"""The Shannon Control Unit: its control law, the information in an adapter, and the controller for training."""

@@ -7,7 +7,7 @@ Optimizer step t:
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
 The only wait for the device is the check that lambda is bitwise equal on all ranks, every `scu.check_every` steps.
-Evaluation does not use the penalty. A fault raises ScuFault on every rank; training never continues without it.
+Evaluation does not use the penalty. A fault raises ScuFault on every rank; training never continues uncontrolled.
 """
 
 import json
@@ -35,7 +35,7 @@ MEMORIZED_BPT = 1e-3
 
 
 class ScuFault(RuntimeError):
-    """A measurement was not finite, or ranks have different lambdas."""
+    """Raised if a measurement is not finite, or ranks have different lambdas."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Pending:
 
 
 class Steering:
-    """The Shannon Control Unit of one run.
+    """Computes the penalty of one run and adjusts lambda (the Shannon Control Unit).
 
     `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it); `total_steps` the planned
     optimizer steps; `base_parameters` the size of the base model, for `scu.target: auto`. `divergence` measures K for
@@ -107,7 +107,7 @@ class Steering:
 
         `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's
         rate in all remaining steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
-        the learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
+        the learning rate. S also rises as DataBPT falls, so the upper bound assumes memorized data.
         """
         if self.law.controller != "pi" or self.information is None:
             return []
@@ -152,7 +152,7 @@ class Steering:
         return squares * (self.lambda_ * self.information.nats_per_square)
 
     def measured_local(self) -> Tensor:
-        """Return this rank's term of Q, or of the sum of KL: fp64 on the device, to be summed over the ranks."""
+        """Return this rank's contribution to Q, or to the sum of KL: fp64 on the device, to be summed over ranks."""
         if self._measured is None:
             raise ScuFault("scu: measured_local() was called before penalty() in this step")
         return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)

@@ -1,6 +1,6 @@
 """K = mean KL(adapted || base) in bits per token on reference text, with its gradient.
 
-    penalty = lambda K, in nats per token like the loss; without sigma and N
+    penalty = lambda K, in nats per token like the loss; does not depend on sigma and N
 
 The reference documents of a step depend only on its number, so they are the same after resuming. Each rank takes its
 rows, and computes the token count of all ranks without communication.
@@ -75,7 +75,7 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
 
 
 class Divergence:
-    """K of the model in training, measured on a few reference documents per step."""
+    """Measures K, the KL divergence of the trained model from its base, on a few reference documents per step."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Divergence:
         *,
         base_states: list[Tensor] | None = None,
     ) -> None:
-        """With `base_states`, steps need no forward pass of the base."""
+        """Prepare the measurement; with `base_states`, steps need no forward pass of the base."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None

@@ -5,8 +5,8 @@
     measure delta:    w = s B A, so Q = s^2 trace((B^T B)(A A^T)), dB = 2 s^2 B (A A^T), dA = 2 s^2 (B^T B) A
     measure factors:  w = all of A and B, dw = 2 w
 
-Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
-MoE models: each expert counts as a separate layer.
+N: target tokens of an epoch, but in shapes the number of adapted layers of one shape; R rank, I in, O out. s: PEFT's
+scale, alpha / r or (rsLoRA) alpha / sqrt(r). MoE models: each expert counts as a separate layer.
 DoRA: w is the update s B A of the direction before normalization; magnitudes (one number per output) are not counted,
 since they start at the norms of the base weight, which is not information in the adapter.
 QLoRA: the same; the 4-bit base is not counted.
@@ -71,7 +71,7 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
                 continue
             if len(whole_shape(a)) != 2 and not isinstance(module.lora_A[adapter], ExpertFactor):
                 raise UserError(
-                    f"scu.enabled=true: {path} has an adapter of shape {tuple(whole_shape(a))}; exclude that layer"
+                    f"scu.enabled=true: {path}: factor A {tuple(whole_shape(a))} is not a matrix; exclude this layer"
                 )
             pairs.append(AdapterPair(a, b, float(module.scaling[adapter])))
     if not pairs:
@@ -85,7 +85,7 @@ def data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
 
 
 class AdapterInformation:
-    """Q = sum of w^2 over the adapter with its analytic gradient, and the conversion to nats and bits per token.
+    """Computes Q = sum of w^2 over the adapter with its analytic gradient, and converts it to nats or bits.
 
     `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
     """
@@ -99,7 +99,7 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """If `flat` holds the pairs in one buffer, that buffer is read and differentiated without a copy."""
+        """Group the pairs; if `flat` holds them in one buffer, it is read and differentiated without a copy."""
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_build_chunks(pairs, flat))
@@ -107,9 +107,9 @@ class AdapterInformation:
     def squares(self) -> Tensor:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
-        Under ZeRO-3 with `factors`, it covers this rank's shards times the number of ranks; otherwise the full adapter,
-        on every rank. A collective call (`delta` gathers partitioned parameters) between a forward and its backward
-        pass, when autograd sees each parameter's full shape and not (0,), the shape of a partitioned one.
+        Under ZeRO-3 with `factors`, this is Q of this rank's shards times the number of ranks, otherwise Q of the full
+        adapter. Every rank must call it (`delta` gathers partitioned parameters), between a forward and its backward
+        pass: only there does autograd see each parameter's full shape instead of (0,), the shape of a partitioned one.
         """
         compute = _compute_delta if self.measure == "delta" else _compute_factors
         with torch.no_grad():
@@ -221,13 +221,13 @@ def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str,
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value with precomputed gradients, so that ZeRO-3 may repartition A and B at any time."""
+    """Returns a value with precomputed gradients, so that ZeRO-3 may repartition A and B at any time."""
 
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Save the gradients; `counts`: whether each one's tensors are stacked into one, and their number."""
+        """Save the gradients; `counts` has for each one whether its tensors are stacked into one, and their number."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -259,7 +259,7 @@ def _flatten_experts(stacked: Tensor) -> Tensor:
 
 
 def _compute_gram(b_NOR: Tensor) -> Tensor:
-    """Compute B^T B per layer, split along O, since a GPU computes a small product in a single thread block."""
+    """Compute B^T B per layer, split along O, since a GPU computes a small matmul in a single thread block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
     parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)

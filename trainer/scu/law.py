@@ -1,10 +1,10 @@
 """The control law of the Shannon Control Unit: a pure state machine that adjusts lambda, the factor of the penalty.
 
-The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence of adapter and base in bits per token.
+The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergence from the base in bits per token.
 
 `logit` and `kl`, ours:   L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
     until M first reaches the target: lambda is constant (logit: lambda_start, kl: 0, then lambda_start);
-        logit: for at most `patience` updates, after which lambda_start keeps S below the target and must fall
+        logit: for at most `patience` updates; if S is still below the target, lambda_start is too large and is reduced
     e = L_hat - L(target);   |e| <= deadband: lambda is unchanged
     otherwise  ln lambda <- ln lambda + P(e) - P(previous e) + Ki clip(e, -bound, bound), within lambda's bounds
         P(e) = Kp e;   kl, if e < 0:  P(e) = 8 Kp e, and 4 Ki in place of Ki
@@ -14,8 +14,8 @@ The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence o
                       lambda <- clip(lambda exp(Kp e + I), lambda_min, lambda_max)
 
 The sign is plus: too much information raises lambda. ln lambda is itself an integrator, so in the published law Kp is
-integral action and Ki double integral action. There, S at twice the target gives e = 0.001 if the target is 0.1 %, and
-e = 0.25 if it is 25 %. In the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
+integral action and Ki double integral action. In that law, e at twice the target is 0.001 if the target is 0.1 %, but
+0.25 if it is 25 %. With the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
 Every rank runs this on the same reduced measurement in double precision, so the results are bitwise equal.
 """
 
@@ -45,7 +45,7 @@ GRANITE_GAINS = (0.6, 0.1)
 
 @dataclass(frozen=True)
 class Law:
-    """Parameters of the controller; linear and cosine reach lambda_max after `total_updates`."""
+    """Parameters of the controller; the schedules linear and cosine reach lambda_max after `total_updates`."""
 
     target: float
     controller: Controller = "pi"

@@ -63,7 +63,7 @@ def build_divergence(
     config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
     total_steps: int, say: Callable[[str], None],
 ) -> Divergence:  # fmt: skip
-    """Build the measurement of K on the texts in scu.reference; a collective call."""
+    """Build the measurement of K on the documents of scu.reference; a collective call."""
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
     should_scale = scu.controller == "pi" and scu.scale_to_target
@@ -86,7 +86,7 @@ def build_divergence(
     )
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
     if should_scale and not held_out:
-        say(f"scu: fewer than {MIN_TEXTS} reference texts, too few to hold some out for scu.scale_to_target")
+        say(f"scu.scale_to_target: not applied, because it needs at least {MIN_TEXTS} reference texts")
     states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
@@ -150,7 +150,7 @@ def choose_held_out(count: int) -> set[int]:
 
 
 def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if no c is."""
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
     low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2

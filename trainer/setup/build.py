@@ -136,10 +136,10 @@ class Builder:
     def build_step_parts(
         self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
     ) -> tuple[StepLoss, StragglerWatch | None]:
-        """Return the loss of training steps, and the measurement of this rank's own time.
+        """Return the loss of training steps, and the watch that measures this rank's own time.
 
         The loss replays CUDA graphs if the settings and the model allow it. A run that shares its passes with other
-        adapters has neither.
+        adapters uses no graphs and no watch.
         """
         if find_choice(engine.module) is not None:
             return loss, None

@@ -41,7 +41,7 @@ def prepare(
 ) -> Prepared:
     """Check the run without weights, and tokenize the data; `report` gets the name of each phase. Raises UserError.
 
-    With `to_train=False`, the output folder may already contain a run. `model_files` is a result of the kind's
+    With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the kind's
     `read_files`.
     """
     if config.runs:
@@ -57,9 +57,9 @@ def prepare(
 
 
 def _join_prepared(config: RunConfig, adapters: Sequence[Prepared]) -> Prepared:
-    """Return the data of the first adapter, with those of all. Raises UserError for images and adapted experts."""
+    """Return the first adapter's data with all adapters' data attached. Raises UserError for images or experts."""
     if any(map(has_images, adapters)):
-        raise UserError("adapters: images are trained with one adapter at a time; remove adapters")
+        raise UserError("adapters: image models support only one adapter per run; remove adapters")
     model = empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
     if model is not None and any(find_expert_targets(model, run.lora) for run in config.runs):
         raise UserError("lora.experts=true: experts can have only one adapter; set lora.experts: false")
@@ -111,7 +111,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """Prepare a run; if it resumes a checkpoint, verify all of that checkpoint."""
+    """Prepare a run; if it resumes from a checkpoint, verify the complete checkpoint."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)

@@ -165,7 +165,7 @@ def read_model_files(config: RunConfig) -> Prepared:
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
-    """Load the texts of scu.reference. Raises UserError, also for invalid settings of the SCU."""
+    """Load the documents of scu.reference. Raises UserError, also for invalid settings of the SCU."""
     if not config.scu.enabled:
         return None
     # Parameters are counted when the weights are loaded; any number below 2B gives the same checks.

@@ -1,4 +1,4 @@
-"""Metrics that compare generated answers to held-out prompts with the records' answers."""
+"""Metrics that compare the answers generated for held-out prompts with the records' answers."""
 
 import json
 import math
@@ -64,7 +64,7 @@ class AnswerMetrics:
 
 
 def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Question]:
-    """Yield the records with text before their last trained part."""
+    """Yield a question for each document with text before its last trained part."""
     for document in (part for sample in samples for part in split_documents(sample)):
         runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.trained)))
         start, end = runs[-1].span() if runs else (0, 0)
@@ -156,10 +156,10 @@ def _match_calls(prompt: str, answer: str, expected: str) -> float | None:
 
 
 def find_tool_calls(text: str) -> list[str]:
-    """Return the tool calls in a text as sorted JSON of name and arguments.
+    """Return the tool calls in an answer, as sorted JSON of name and arguments.
 
-    Finds JSON objects with a name and arguments (or parameters), possibly nested, as most chat templates write them,
-    NAME[ARGS]{...} (Mistral) and <function=NAME><parameter=...> (Qwen3-Coder).
+    Finds JSON objects with a name and arguments or parameters, possibly nested (most chat templates),
+    NAME[ARGS]{...} (Mistral), and <function=NAME><parameter=...> (Qwen3-Coder).
     """
     calls = [(name, dict(_XML_ARGUMENT.findall(body))) for name, body in _XML_CALL.findall(text)]
     decoder, at = json.JSONDecoder(), 0

@@ -51,7 +51,7 @@ LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothin
 
 
 class LanguageTask(Task):
-    """Language models; a sample is a text, a conversation or a pack of them."""
+    """Language models; a sample is plain text, a conversation, or a pack of these."""
 
     title = "a language model"
     counted = ("tokens", "target_tokens")
@@ -221,7 +221,7 @@ class LanguageTask(Task):
 
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> Any:
-        """Return the loss of a finished run's pairs, with `measure_pairs`; for tasks that have pairs."""
+        """Return the loss that measures a finished run's pairs (`measure_pairs`); only for tasks that have pairs."""
         raise NotImplementedError  # `zerolora eval` only calls it for preference and reward
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
@@ -250,7 +250,7 @@ class LanguageTask(Task):
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes tokenizer files; they are built here, because other threads must not do it."""
+        """Return a function that writes tokenizer files, built here because other threads must not build them."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
@@ -283,6 +283,6 @@ class LanguageTask(Task):
 
 
 def _decode_example(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
-    """Return the texts of a document with their weights, and thumbnails of its images."""
+    """Return the decoded segments of a document with their weights, and thumbnails of its images."""
     images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
     return [*decode_parts(document, tokenizer), *images]

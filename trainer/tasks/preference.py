@@ -99,7 +99,7 @@ class PreferenceLoss(TokenLoss):
         return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return loss, accuracy and margin of rewards of every pair [3, P], fp32; a tie has accuracy 0.5."""
+        """Return loss, accuracy and reward margin of every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores, losses = self._score_pairs(model, batch, device)
         chosen, rejected = scores.ratios
         margins = self._settings.beta * (chosen - rejected)
@@ -113,7 +113,7 @@ class PreferenceLoss(TokenLoss):
     def measure(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
     ) -> tuple[torch.Tensor, bool]:
-        """Return `measure_by_token`, with BASE_LOSS if requested, and whether it has DIVERGENCE."""
+        """Return the result of `measure_by_token`, with BASE_LOSS if requested, and whether it includes DIVERGENCE."""
         states, base = None, None
         if with_reference and self.is_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
@@ -168,8 +168,8 @@ class PreferenceLoss(TokenLoss):
     def _sum_answers(
         self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
     ) -> torch.Tensor:
-        """Return each answer's negated loss sum [P, 2]; `beyond` (see `_token_weights`) defaults to length_weight."""
-        weights = _token_weights(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
+        """Return each answer's negated loss sum [P, 2]; `beyond` (see `_weigh_tokens`) defaults to length_weight."""
+        weights = _weigh_tokens(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
         weights = to_device(weights[_local_targets(batch, token_losses)], token_losses.device)
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
@@ -204,7 +204,7 @@ class KtoLoss(PreferenceLoss):
         sums = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
         total, count = sum_over_ranks(sums)
         baseline = (total / count.clamp(min=1.0)).clamp(min=0.0).float()
-        is_desirable = to_device(_labels(batch), ratios.device)
+        is_desirable = to_device(_read_labels(batch), ratios.device)
         sign = is_desirable.float() * 2.0 - 1.0
         return sign * self._settings.beta * (ratios - baseline), is_desirable, baseline
 
@@ -244,20 +244,20 @@ def _local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
 
 
 def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Sum the values of this rank's targets [K] over the targets of every document [D]."""
+    """Sum `values` [K], one for each of this rank's K targets, by document [D]."""
     documents = torch.repeat_interleave(batch.document_targets)[_local_targets(batch, values)]
     sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
     return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
 
-def _labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]; batches encode it as a weight."""
+def _read_labels(batch: PairBatch) -> torch.Tensor:
+    """Return whether the first answer of each row is desirable, bool [P]; batches store this as its weight."""
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
 
 
-def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
+def _weigh_tokens(counts: torch.Tensor, beyond: float) -> torch.Tensor:
     """Return the weight of every target: `beyond` past the length of the pair's shorter answer, otherwise 1."""
     weights = torch.ones(int(counts.sum()))
     shortest = counts.view(-1, 2).amin(1).repeat_interleave(2)
@@ -281,11 +281,11 @@ def check_answers(
 
 
 def _check_labels(loss: str, part: DataStats, label: str) -> None:
-    """Raise UserError unless `kto` is used if and only if answers have labels, and both labels occur."""
+    """Raise UserError unless the loss suits the data: `kto` for labeled answers with both labels, others for pairs."""
     labeled = part.desirable + part.undesirable
     if loss != "kto" and labeled:
         raise UserError(
-            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; use kto"
+            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; set it to kto"
         )
     if loss == "kto" and labeled < part.pairs:
         raise UserError(

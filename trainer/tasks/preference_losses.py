@@ -1,7 +1,7 @@
-"""Losses of preference pairs, with TRL's names, as functions of the log-probabilities of answers.
+"""Losses of preference pairs, with TRL's names, as functions of the answers' log-probabilities.
 
 Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
-h(y) = log p(y) - log p_ref(y), c and r are beta h of the chosen and the rejected answer, p the settings.
+h(y) = log p(y) - log p_ref(y). In `LOSSES`, c and r are beta h of the chosen and the rejected answer, p the settings.
 """
 
 import math
@@ -17,7 +17,7 @@ from trainer.config.task_sections import PreferenceSection
 
 @dataclass(frozen=True)
 class PairScores:
-    """Log-probabilities of the answers of P pairs in nats, fp32 [P]."""
+    """Log-probabilities in nats, and numbers of tokens, of the answers of P pairs; fp32 [P]."""
 
     chosen: Tensor
     rejected: Tensor
@@ -28,12 +28,12 @@ class PairScores:
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """H of the chosen and the rejected answer."""
+        """Log-ratios h of the chosen and the rejected answer."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """Log p / n of the chosen and the rejected answer."""
+        """Log-probabilities per token, log p / n, of the chosen and the rejected answer."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 

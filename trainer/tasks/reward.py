@@ -21,7 +21,7 @@ REWARDS = PAIR_METRICS[:4]
 
 
 class RewardLoss(TokenLoss):
-    """The sum over pairs of -log sigmoid(r_chosen - r_rejected - margin); r is the score at an answer's last token."""
+    """Computes sum over pairs -log sigmoid(r_chosen - r_rejected - margin); r: score at an answer's last token."""
 
     unit = "pairs"
     """Meaning of the columns of `measure_pairs`."""

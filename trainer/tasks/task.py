@@ -37,7 +37,7 @@ class BatchSource(Protocol):
 
 
 class StepLoss(Protocol):
-    """The summed loss of a batch, fp32 and differentiable."""
+    """Computes the summed loss of a batch, fp32 and differentiable."""
 
     @property
     def balancing(self) -> torch.Tensor | float:

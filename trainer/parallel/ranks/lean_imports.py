@@ -1,12 +1,12 @@
 """Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
-torch.compile immediately imports Inductor, which takes longer than torch itself. At import, bitsandbytes (0.50.2),
+Calling torch.compile imports Inductor, which takes longer than importing torch. When imported, bitsandbytes (0.50.2),
 which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three functions of
-its Muon optimizer. These are compiled at their first call instead.
+its Muon optimizer. These functions are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
 thereby Inductor, to check whether a weight is torchao's. Such weights exist only after an import of torchao. If SciPy
-is installed, transformers imports it for object detection losses, which no run calls.
+is installed, transformers imports it for object detection losses, which no run uses.
 """
 
 import gc
@@ -44,7 +44,7 @@ NEEDED_BY_EVERY_RUN = (
 
 
 class _Finder(MetaPathFinder):
-    """Finds each module once, through the other finders, and replaces functions while it is executed."""
+    """Finds modules through the other finders, and replaces functions while a module is executed."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
@@ -84,7 +84,7 @@ def _patch_availability_check(checked: str, package: str) -> AbstractContextMana
 @replaces("`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported")
 @replaces("`is_scipy_available` while transformers' object detection losses are imported")
 def import_lean() -> None:
-    """Install the finder; modules that are already imported stay as they are."""
+    """Install the import hook; modules that are already imported are unaffected."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -92,7 +92,7 @@ def import_lean() -> None:
 def import_common_modules() -> None:
     """Import `NEEDED_BY_EVERY_RUN`, freeze all objects, and then enable the garbage collector.
 
-    The half million objects are never freed. Repeated scans of them would take a fifth of the import time.
+    The imports create half a million permanent objects; scanning them repeatedly takes a fifth of the import time.
     """
     for name in NEEDED_BY_EVERY_RUN:
         importlib.import_module(name)

@@ -28,7 +28,7 @@ def get_main_thread_frame() -> FrameType | None:
 
 
 def find_collective(frame: FrameType | None) -> str | None:
-    """Return the function of torch.distributed in a stack, such as "all_reduce"; None if there is none."""
+    """Return the name of the torch.distributed function in a stack, such as "all_reduce"; None if there is none."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):
             return frame.f_code.co_name
@@ -37,7 +37,7 @@ def find_collective(frame: FrameType | None) -> str | None:
 
 
 def find_location(frame: FrameType | None) -> str | None:
-    """Return zerolora's innermost line in a stack, as "trainer/step.py:134 train_step", or the lock it waits for."""
+    """Return zerolora's innermost frame in a stack, as "trainer/step.py:134 train_step", or the build lock."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
@@ -49,10 +49,10 @@ def find_location(frame: FrameType | None) -> str | None:
 
 
 def read_recorded_collectives() -> tuple[str | None, int | None]:
-    """Return the oldest unfinished collective and the number begun, from torch's flight recorder.
+    """Return the oldest unfinished collective and the number of collectives begun, from torch's flight recorder.
 
-    Stacks do not show it: NCCL's collectives run on the GPU long after their call has returned. (None, None) if nothing
-    was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
+    Stacks do not show which collective runs: NCCL's run on the GPU long after their calls have returned. Returns
+    (None, None) if nothing was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
     """
     distributed = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -107,7 +107,7 @@ class WorkDetector:
 
 
 def read_free_host_memory() -> float:
-    """Return the host memory in GiB that this process may still use: the machine's, or its cgroup's if less."""
+    """Return the GiB of host memory that this process may still use: free on the machine, or in its cgroup if less."""
     free = [float(psutil.virtual_memory().available)]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -41,14 +41,14 @@ class Progress:
         self.attribute_failures_to(step)
 
     def attribute_failures_to(self, step: int) -> None:
-        """Attribute later failures to `step`: results on a device are read one step later."""
+        """Attribute later failures to `step`, since its results are read from the device one step later."""
         self.step = step
         if self.write_step is not None:
             self.write_step(step, self.first_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the block as phase `name`; nested directly in the same phase, it changes nothing."""
+        """Record the block as phase `name`; has no effect directly inside the same phase."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
@@ -67,9 +67,9 @@ class Progress:
         self.changed_at = time.monotonic()
 
     def finish_startup(self) -> dict[str, float] | None:
-        """Return the seconds from the command to the end of the first step, by part; None after the first call.
+        """Return the seconds of each part from the command to the end of the first step; None after the first call.
 
-        Parts are the launcher's own time, the imports, the outermost phases, the first step, and the rest.
+        The parts are the launcher, the imports, the outermost phases, the first step, and the rest.
         """
         if self._start_has_ended:
             return None
@@ -84,7 +84,7 @@ class Progress:
         return parts
 
     def time_by_phase(self) -> dict[str, float]:
-        """Return the seconds of this process: `start` until the first phase, each phase, and `steps` for the rest."""
+        """Return this process's seconds by phase, with `start` before the first phase and `steps` for the rest."""
         now = time.monotonic()
         open_for = now - self.changed_at if self.phases else 0.0
         rest = max(0.0, now - (self.first_phase_at or now) - open_for - sum(self.seconds.values()))

@@ -1,10 +1,10 @@
 """Share sequences among the ranks of a group, which exchange tokens for attention heads (Ulysses).
 
 Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
-tokens of some heads, and another one afterwards returns its own tokens with all heads. The backward pass of an exchange
+tokens of some heads, and another one after attention gives it all heads of its tokens. The backward pass of an exchange
 is the opposite exchange, so the gradients of the weights are summed over the ranks as for different samples.
 
-B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
+Shapes: B rows, H heads, L tokens of the full sequence, D head size, N ranks of the group.
 """
 
 import math
@@ -34,7 +34,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return this rank's part of its sequences, or None if it computes whole sequences; every rank must call it.
+    """Return this rank's part of its sequences, or None if ranks compute full sequences; every rank must call it.
 
     Consecutive ranks share a sequence, since they are usually on one host.
     """
@@ -73,7 +73,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over a group. In the backward pass it sums the gradient, since each rank has a part of it."""
+    """Sums a tensor over a group and, in the backward pass, its gradient, of which each rank has a part."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -39,7 +39,7 @@ class StopRequest:
     def agree(self) -> None:
         """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
-        A signal reaches the ranks at different moments, or only one of them. Without this, some would end while others
+        A signal reaches the ranks at different moments, or only one of them. Otherwise some would end while others
         wait for them in the last evaluation. If no rank received a signal, a later one ends its rank immediately.
         """
         import torch

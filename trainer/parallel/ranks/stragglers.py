@@ -1,6 +1,6 @@
 """Report a rank that is repeatedly slower than the others, which wait for it in every collective.
 
-The time of a rank's own work is measured where it waits for no other: its forward passes, on the GPU's clock, and the
+A rank's own work is timed where the rank does not wait for others: its forward passes, on the GPU's clock, and the
 loading of its data. Under ZeRO-3 the time in which forward passes wait for all-gathers is subtracted
 (trainer/parallel/engine/deepspeed_engine.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
 REPEATS comparisons in a row is reported.
@@ -40,7 +40,7 @@ class StragglerWatch:
 
     @contextmanager
     def own_time(self, *, on_device: bool = True) -> Iterator[None]:
-        """Count the block as this rank's own time; `on_device` if a GPU does the work."""
+        """Add the block's duration to this rank's own time; set `on_device` if a GPU does the work."""
         self._is_own = True
         try:
             with self._time_block(1.0, on_device=on_device):
@@ -50,7 +50,7 @@ class StragglerWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Subtract the block, in which this rank waits for others, from its own time; no effect outside `own_time`."""
+        """Subtract the block, a wait for other ranks, from this rank's own time; has no effect outside `own_time`."""
         with self._time_block(-1.0) if self._is_own else nullcontext():
             yield
 

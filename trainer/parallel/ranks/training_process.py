@@ -31,7 +31,7 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def begin() -> None:
-    """Make the process end immediately when its parent ends, and on a signal until `StopRequest` handles signals.
+    """Make the process end immediately when its parent ends and, until `StopRequest` handles signals, on a signal.
 
     Later imports are lean (lean_imports.py) and never from the working directory.
     """

@@ -2,10 +2,10 @@
 
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
 thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) outside of any collective. While
-one rank makes progress the run does not hang, however long the others wait for it. If no rank makes progress for
-`training.hang_timeout`, the ranks behind are the silent ones. If none is silent, they are selected by the lowest step,
-then the fewest collectives begun, then the GPU furthest behind, then being outside of any collective. All ranks then
-write their Python stacks to their logs and exit with code 1.
+one rank makes progress, the run does not hang, however long the others wait for it. If no rank makes progress for
+`training.hang_timeout`, the ranks without new heartbeats are behind. If all heartbeats continue, the ranks behind
+have the lowest step, then the fewest collectives begun, then the GPU furthest behind, then no collective in progress.
+All ranks then write their Python stacks to their logs and exit with code 1.
 """
 
 import faulthandler
@@ -63,7 +63,7 @@ class DeviceMarks:
     def note(self, step: int) -> None:
         """Record an event when a phase of this optimizer step begins; takes a few microseconds.
 
-        Does nothing without a GPU, or before the first step, when the rank may not have selected its GPU.
+        Does nothing without a GPU, or before the first step, when the rank may not have selected its GPU yet.
         """
         if not step or not torch.cuda.is_initialized():
             return
@@ -80,7 +80,7 @@ class DeviceMarks:
             self._recorded += 1
 
     def find_reached(self) -> int | None:
-        """Return the number of the last event that the GPU has reached, 0 if reused since; None without events.
+        """Return the number of the last event that the GPU has reached; 0 if it was overwritten, None if unknown.
 
         Any thread may call it.
         """
@@ -125,7 +125,7 @@ class Watchdog:
 
     @property
     def writes(self) -> bool:
-        """Whether heartbeats are written to the run's folder, which another run may still use at first."""
+        """Whether to write heartbeats to the run's folder; not while another run may still use the folder."""
         return self._folder.writes
 
     @writes.setter
@@ -244,7 +244,7 @@ def find_ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> 
 
 
 def _find_furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the ranks at the lowest step; if all ranks are at one step, those with the fewest collectives begun."""
+    """Return the ranks at the lowest step; if all are at the same step, the ranks with the fewest collectives."""
     lowest = min(beat.step for beat in beats.values())
     behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
     begun = [beat.collectives_begun for beat in behind.values()]

@@ -1,1 +1,1 @@
-"""Image models: pipelines of diffusers with an adapter in the denoiser."""
+"""Image models: diffusers pipelines with an adapter in the denoiser."""

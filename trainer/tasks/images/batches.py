@@ -102,7 +102,7 @@ class ImageBatches(GlobalBatches):
         return batches, len(selected)
 
     def _count_passes(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
-        """Return the largest group count of any rank in the micro-step that begins at `first`."""
+        """Return the largest number of size groups on any rank in the micro-step that begins at `first`."""
         counts = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -190,7 +190,7 @@ def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, s
 def group_by_size(
     order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Reorder images so that every `together` consecutive images have one size; the remaining images come last."""
+    """Reorder images so that every `together` consecutive images have the same size; the remaining images come last."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
@@ -209,7 +209,7 @@ def group_by_size(
 def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
     """Group rows by size and stack them; the loss is divided by `count`.
 
-    Groups of zero weight are added up to `passes` groups: at stage 3 all ranks take part in the all-gathers of every
+    Groups of zero weight are added to get `passes` groups: at stage 3 all ranks take part in the all-gathers of every
     forward pass, so a rank with fewer passes would block the others.
     """
     groups: dict[tuple[int, ...], list[_Row]] = {}

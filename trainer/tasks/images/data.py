@@ -1,4 +1,4 @@
-"""Prepare images: a cache of latents and conditions, computed by VAE and text encoders, keyed by content and settings.
+"""Prepare images: cache the VAE's latents and the text encoders' outputs (conditions), keyed by content and settings.
 
 The VAE encodes an image as a mean and a standard deviation; training draws a new sample from them each time.
 """

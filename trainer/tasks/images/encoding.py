@@ -130,7 +130,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a random latent that depends on the image and has its latent shape, for a random pipeline."""
+    """Return a random latent of the image's latent shape, seeded with its pixels, for a random pipeline."""
     factor = pipeline.downsampling
     small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)

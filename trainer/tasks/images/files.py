@@ -1,4 +1,4 @@
-"""Convert adapters to the format of diffusers, and to that of kohya's scripts, which ComfyUI also reads.
+"""Convert adapters to the formats of diffusers and of kohya's scripts; ComfyUI also reads the latter.
 
 kohya: a layer's name is its path in the model's original implementation, with underscores for dots. In addition to
 the factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original

@@ -20,7 +20,7 @@ ATTENTION = ("attn", "attn1")
 
 
 class ModelSettings(SimpleNamespace):
-    """The parts of a transformers configuration that other code reads."""
+    """Holds the parts of a transformers configuration that other code reads."""
 
     def get_text_config(self) -> "ModelSettings":
         return self
@@ -30,7 +30,7 @@ class ModelSettings(SimpleNamespace):
 
 
 class ImageModel(nn.Module):
-    """The denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
+    """Holds the denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
     """PEFT reads this attribute if submodules are transformers models."""

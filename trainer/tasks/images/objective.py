@@ -31,7 +31,7 @@ class Noised:
 
 
 class Objective:
-    """The training objective of a run; the scheduler's tables move to the tensors' device."""
+    """The training objective of a run; moves the scheduler's tables to the device of the tensors."""
 
     def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
         self._scheduler: Any = pipeline.build_training_scheduler(image)
@@ -78,7 +78,7 @@ class Objective:
 
 
 class NoiseLoss(StepLoss):
-    """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
+    """Computes sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
     balancing = 0.0
 

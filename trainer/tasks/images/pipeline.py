@@ -89,7 +89,7 @@ class Pipeline:
 
     @property
     def size_multiple(self) -> int:
-        """Image width and height must be multiples of this."""
+        """Number of pixels of which image width and height must be multiples."""
         return self.downsampling * self.family.patch
 
     @property
@@ -227,7 +227,7 @@ def _check_parts(folder: Path, components: dict[str, Any], family: Family, prefi
         part = components.get(name)
         is_listed = isinstance(part, list) and len(part) == 2 and None not in part
         if is_listed and not (folder / name).is_dir():
-            raise UserError(f"{prefix}: {name} is listed in {INDEX}, but missing; copy the whole pipeline")
+            raise UserError(f"{prefix}: {name} is listed in {INDEX}, but missing; copy the complete pipeline")
 
 
 def _is_single_file(path: Path) -> bool:
@@ -263,7 +263,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
-    the file only has the denoiser, as for Flux, all other components come from there, too.
+    the file only has the denoiser, as for Flux, all other components come from that pipeline, too.
     """
     import diffusers
     import torch
@@ -279,10 +279,10 @@ def _convert(file: Path, section: ModelSection) -> Path:
         origin = _find_folder(source, section, wanted)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
-        raise UserError(f"{prefix}: has weights without settings ({error}); {fix}") from None
+        raise UserError(f"{prefix}: contains only weights, and its settings were not found ({error}); {fix}") from None
     family = find_family(str(_read_json(origin / INDEX, prefix).get("_class_name")))
     if family is None:
-        raise UserError(f"{prefix}: the kind of model.pipeline={source} is not supported; use another pipeline")
+        raise UserError(f"{prefix}: the class of model.pipeline={source} is not supported; use another pipeline")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
@@ -308,6 +308,6 @@ def _read_json(file: Path, prefix: str, shape: Any = dict[str, Any]) -> Any:
     try:
         return read_json(file, shape)
     except FileNotFoundError:
-        raise UserError(f"{prefix}: {name} is missing; copy the whole pipeline") from None
+        raise UserError(f"{prefix}: {name} is missing; copy the complete pipeline") from None
     except UnreadableFile as error:
         raise UserError(f"{prefix}: {name} {error.problem}; copy it again") from None

@@ -14,7 +14,7 @@ MAX_SIDE_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Fit:
-    """The resizing of an image: scaled to cover the size, then center-cropped."""
+    """Describes how an image is resized: scaled to cover the size, then center-cropped."""
 
     width: int
     height: int

@@ -104,7 +104,7 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
-    """Return the content of an image's text file, or `default` without one. Raises UserError if it is unreadable."""
+    """Return the content of an image's text file; `default` if there is none. Raises UserError if it is unreadable."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _read_caption(file: Path, default: str | None) -> str | None:
 
 
 def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
-    """Read captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
+    """Read captions by file name, like the `imagefolder` loader of datasets; `names` are the image files."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
         rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()
@@ -120,7 +120,7 @@ def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]
             record, place = parse_row(row), f"{prefix}: {file}, record {number}"
             name, field = record.get("file_name"), next((key for key in CAPTION_FIELDS if key in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
-                raise UserError(f"{place}: needs file_name, and a text in one of {', '.join(CAPTION_FIELDS)}")
+                raise UserError(f"{place}: needs file_name, and a caption in one of {', '.join(CAPTION_FIELDS)}")
             if str(Path(name)) not in names:
                 raise UserError(f"{place}: the folder has no image {name}; fix file_name, or remove the record")
             captions[str(Path(name))] = record[field]
@@ -147,7 +147,7 @@ def _read_rows(rows: Any, source: SourceSection, prefix: str, label: str, captio
         name, row_caption = f"{source.path}, record {index + 1}", caption if value is None else value
         if not isinstance(row_caption, str):
             raise UserError(
-                f"{name}: has no text in column {text}; write a caption, or set image.caption for all images"
+                f"{name}: has no caption in column {text}; add a caption, or set image.caption for all images"
             )
         yield _describe(name, row_caption, (rows, index, image))
 

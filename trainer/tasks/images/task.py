@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class ImageTask(Task):
-    """Pipelines of diffusers; a sample is an image with its caption."""
+    """Diffusers pipelines; a sample is an image with its caption."""
 
     title = "an image model"
     counted = ("images",)
