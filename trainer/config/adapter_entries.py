@@ -1,7 +1,7 @@
-"""Several adapters that are trained on one base in the same passes, each with its own settings.
+"""Read `adapters`: several adapters trained on one base in the same passes, each with its own settings.
 
-An entry of `adapters` has a `name` and the settings that differ, in sections or with dots. `split_adapters` builds the
-configuration of each adapter, as if it were trained alone into a folder of that name below output_dir.
+An entry has a `name` and the settings that differ, in sections or under dotted names. `split_adapters` builds the
+configuration of each adapter, as for a separate run into a folder of that name below output_dir.
 """
 
 import copy

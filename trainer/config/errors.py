@@ -170,7 +170,7 @@ class Mistake:
 
     @property
     def settings(self) -> set[str]:
-        """The setting and those that the problem depends on."""
+        """The setting, and the other settings that the problem depends on."""
         return {self.setting, *self.involves.split()}
 
     def concerns(self, names: Collection[str]) -> bool:

@@ -38,7 +38,7 @@ MAX_DELAY_S = 30.0
 
 
 class FolderLost(UserError):
-    """Another run has taken over the folder, so that this one must no longer write to it."""
+    """Raised if another run has taken over the folder; this run must no longer write to it."""
 
     exit_code = 1
 
@@ -101,11 +101,11 @@ class FolderLock:
         self._thread.start()
 
     @classmethod
-    def take(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
+    def acquire(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
         """Lock the folder, which is created if it does not exist.
 
-        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job, or if this job
-        resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
+        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job or, under a
+        scheduler, if this job resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
         """
         path, lock, watch = lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
@@ -129,7 +129,7 @@ class FolderLock:
 
     @classmethod
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
-        """Join the launcher as a holder of the lock `token`; None if its folder is not visible on this host.
+        """Join the launcher's lock `token` as a holder; return None if its folder is not visible on this host.
 
         Raises FolderLost if another run has taken over the folder.
         """
