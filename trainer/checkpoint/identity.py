@@ -130,7 +130,7 @@ def find_differences(recorded: Identity, current: Identity, name: str) -> list[D
 
 
 def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
-    """Raise UserError if anything changed since the adapter in `folder` was trained, or its record is missing.
+    """Raise UserError if anything changed since the adapter in `folder` was trained, or if its record is missing.
 
     The base is not compared if it is neither needed nor on this machine.
     """
@@ -212,7 +212,7 @@ def _format_data_path(config: RunConfig) -> str:
 
 
 def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings to compare, by dotted name, except those in disabled sections."""
+    """Return the settings to compare by dotted name, without disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace the section's.

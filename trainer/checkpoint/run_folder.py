@@ -215,7 +215,7 @@ class RunFolder:
     ) -> Callable[[Path], None]:
         """Return a function that writes gathered weights and tokenizer files to a folder, on rank 0.
 
-        `must_have_moved`: the learning rate has been above zero, so weights that are still zero are an error.
+        `must_have_moved`: the learning rate has been above zero, so factors that are still zero are an error.
         """
         model, is_full_training = engine.module, self._config.adapter == "none"
         write_companions = self._task.companion_files() if self._ranks.is_main else None

@@ -140,7 +140,7 @@ def evaluate_pairs(
 
 @torch.no_grad()
 def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, batch_size: int) -> NDArray[np.float64]:
-    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, P]."""
+    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, pairs]."""
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
@@ -199,7 +199,7 @@ def load_held_out_samples(
 def _measure_documents(
     model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, images: ImageInputs | None
 ) -> Losses:
-    """Return the summed token losses of every document for base and adapter, [2, D]."""
+    """Return the summed token losses of every document for base and adapter, [2, documents]."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     sums = np.empty((2, len(documents)))
     console = Console(stderr=True)

@@ -44,7 +44,7 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
                 yield Mistake(f"adapters.{index}.{dotted}", value, "must be a section", f"write `{inner[0]}: ...`")
             elif is_setting and not dotted.startswith(PER_ADAPTER):
                 problem = "is shared by all adapters of a run"
-                yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for the whole run")
+                yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for all adapters")
 
 
 def split_adapters(config: RunConfig, tree: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -25,7 +25,7 @@ MAX_TEXT_BYTES = 1 << 28
 
 
 class UnreadableFile(UserError):
-    """A file that exists but cannot be used; callers may build their own message from its attributes."""
+    """Raised if a file exists but cannot be used; callers may build their own message from its attributes."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
         self.path, self.problem, self.fix = path, problem, fix

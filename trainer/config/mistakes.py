@@ -46,7 +46,7 @@ class Mistakes:
         self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
-        """Add the mistake of a setting typed as `name` after it was typed under another name."""
+        """Add a mistake for a setting typed as `name` after it was typed under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         if self.names[dotted] == name:
             problem = "given twice, with dots and in its section"
@@ -60,7 +60,7 @@ class Mistakes:
         self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
     def add_override_error(self, text: str, message: str) -> None:
-        """Add the message of an override that cannot be parsed."""
+        """Add an error message for an override that cannot be parsed."""
         self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_validation_errors(self, error: ValidationError) -> None:

@@ -1,4 +1,4 @@
-"""Find settings without effect, because another setting lacks a value that the metadata of fields requires."""
+"""Find settings that have no effect because of another setting, as declared in the metadata of fields."""
 
 import os
 import re

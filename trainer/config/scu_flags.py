@@ -145,7 +145,7 @@ def _suggest_checkpoints(run: Path) -> str:
 
 
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
-    """Load the configuration that was written for the flags; raises UserErrors that name flags, not settings."""
+    """Load the configuration generated from the flags; raises UserErrors that name flags, not settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:

@@ -44,7 +44,7 @@ class OptimizerKind:
 
     @property
     def library(self) -> str:
-        """The package that contains the class."""
+        """Package that contains the optimizer class."""
         return self.path.partition(".")[0]
 
 

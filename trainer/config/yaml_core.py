@@ -127,7 +127,7 @@ def parse(text: str) -> Any:
         loader = _CoreLoader(text)  # refuses control characters
         node = loader.get_single_node()
         if node is None or node.end_mark.index != len(text):
-            raise ValueError("a comment, which is text on a command line")
+            raise ValueError("contains a comment; on a command line, # is text")
         value = loader.construct_document(node)
         for _, mistake in loader.mistakes:
             raise UserError(mistake)
@@ -185,7 +185,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:
-    """Return the text of a file; raises UserError if it cannot be read, with `fix` if it does not exist."""
+    """Return the text of a file; raises UserError if it cannot be read (with `fix` if it does not exist)."""
     try:
         return decode_text(read_bytes(path, MAX_BYTES), path)
     except FileNotFoundError:

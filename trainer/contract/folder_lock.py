@@ -3,7 +3,7 @@
 The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
 created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
 Holders on this machine are identified by process and start time. Holders elsewhere are considered dead once the
-file's time has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
+file's mtime has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
 because it was stopped or disconnected.
 """
 
@@ -216,7 +216,7 @@ def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock can be read here; wait for network file systems that show it late."""
+    """Return whether another rank's lock is visible here; wait for network file systems that show it late."""
     held = _read_delayed(run_dir, lambda lock: lock.token == token)
     return held is not None and held.token == token
 

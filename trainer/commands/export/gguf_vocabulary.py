@@ -149,7 +149,7 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
 
 
 def chats_differ(tokenizer: Any) -> bool:
-    """Return whether llama.cpp tokenizes chats differently from this tokenizer, with or without a leading space."""
+    """Return whether llama.cpp tokenizes chats differently from this tokenizer, whether or not it adds a space."""
     is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
     return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
 
