@@ -76,7 +76,7 @@ def start(
             code = run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
         if code:
             return code
-        with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
+        with FolderLock.acquire(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
             record_arguments(loaded.config, list(arguments))

@@ -142,7 +142,7 @@ class Run:
             self._save_result(engine, factor)
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
-            self.folder.save_steering(self.steering)
+            self.folder.save_scu_records(self.steering)
         self.peak = self.memory.measure_peak()
         self._loss_after = after
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         prepared = prepare(loaded.config)
         texts = _texts(loaded.config, prepared.tokenizer, arguments.forgetting)
         folder = Path(loaded.config.output_dir)
-        lock = FolderLock.take(folder, resumes=False, say=lambda line: print(line, file=sys.stderr))
+        lock = FolderLock.acquire(folder, resumes=False, say=lambda line: print(line, file=sys.stderr))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -207,7 +207,7 @@ def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Pa
     [
         (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: is only for GGUF files"),
         (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's dtype"),
-        (["--format", "gguf", "--output", "."], "is a folder, but --format gguf writes a file"),
+        (["--format", "gguf", "--output", "."], "is a folder, but --format gguf needs a file"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -31,7 +31,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from trainer.contract.folder_lock import FolderLock
-lock = FolderLock.take(Path(sys.argv[1]), resumes=False, say=print)
+lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, say=print)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 lock.release()
@@ -49,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(folder: Path, *, resumes: bool = False, said: list[str] | None = None) -> FolderLock:
-    return FolderLock.take(folder, resumes=resumes, say=(said if said is not None else []).append)
+    return FolderLock.acquire(folder, resumes=resumes, say=(said if said is not None else []).append)
 
 
 def file_of(folder: Path) -> Path:
@@ -192,7 +192,7 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
         said.append(line)
         first.release()
 
-    FolderLock.take(tmp_path, resumes=False, say=say).release()
+    FolderLock.acquire(tmp_path, resumes=False, say=say).release()
     assert len(said) == 1 and "of job 812" in said[0] and "waiting for it to end, up to 15 minutes" in said[0]
 
 
@@ -212,7 +212,7 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
         said.append(line)
         other.kill()
 
-    FolderLock.take(tmp_path, resumes=True, say=say).release()
+    FolderLock.acquire(tmp_path, resumes=True, say=say).release()
     assert "waiting for it to end, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 

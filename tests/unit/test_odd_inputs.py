@@ -520,7 +520,7 @@ def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest
 def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "adapter_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_config.json, because the run did not finish, or it was"):
+    with pytest.raises(UserError, match=r"has no adapter_config.json, because the run did not finish or the file was"):
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")

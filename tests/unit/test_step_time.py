@@ -172,7 +172,7 @@ def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--network", "fast"], "--network fast: not a speed; write 50GB/s or 400Gbit/s"),
+        (["--network", "fast"], "--network fast: not a bandwidth; write 50GB/s or 400Gbit/s"),
         (["--price", "-1"], "--price -1: must be above 0"),
         (["--card", "K80"], "--card K80: unknown; use one of"),
         (["--card", "H100", "--gpus-per-host", "2"], "--network: missing"),

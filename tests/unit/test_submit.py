@@ -23,7 +23,7 @@ HOLD_AND_DIE = """
 import os, sys
 from pathlib import Path
 from trainer.contract.folder_lock import FolderLock
-lock = FolderLock.take(Path(sys.argv[1]), resumes=False, say=print)
+lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, say=print)
 os.kill(os.getpid(), 9)
 """
 CONFIG = "base_model: some/model\noutput_dir: {run}\ndataset: {{path: data.jsonl}}\n"
@@ -240,7 +240,7 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
     settings = {"training": {"max_steps": None, "epochs": 2.0}}
     (tmp_path / "training_config.json").write_text(json.dumps(settings))
-    lock = FolderLock.take(tmp_path, resumes=False, say=print)
+    lock = FolderLock.acquire(tmp_path, resumes=False, say=print)
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")

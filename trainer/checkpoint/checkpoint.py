@@ -1,10 +1,10 @@
 """Capture the contents of a checkpoint from an engine, and restore them at any ZeRO stage and number of ranks.
 
 checkpoint-N/
-  adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
+  adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (adapter: none: the full model)
   training_state-00000.safetensors ...             each rank's shard of master weights and moments, fp32
   rank-00000.safetensors ...                       RNG states of each rank, and its 8-bit moments
-  state.json                                       step, position in the data, loss scale, best loss, SCU, identity of
+  state.json                                       step, data position, loss scale, best loss, SCU state, identity of
                                                    the run (trainer/checkpoint/identity.py)
   COMPLETE                                         checksums, written last (trainer/checkpoint/checkpoint_files.py)
 
@@ -35,7 +35,7 @@ from trainer.patches.deepspeed_workarounds import get_loss_scaler, list_loss_sca
 
 @dataclass(frozen=True)
 class RankState:
-    """The state that one rank saves in addition to the weights, copied to host memory."""
+    """Holds the state that one rank saves in addition to the weights, copied to host memory."""
 
     rank: int
     pieces: Pieces | None
@@ -45,7 +45,7 @@ class RankState:
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of everything but `state`; they are valid after `copies.wait()`."""
+        """Queue copies of everything except `state`; the copies are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.collect_pieces()
         if pieces is not None:
@@ -56,7 +56,7 @@ class RankState:
         return cls(ranks.rank, pieces, rank_tensors, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
-        """Add `state`, once the device has computed the copied step."""
+        """Return a copy with `state` filled in. Call it only after the device has finished the copied step."""
         state = {
             "format": FORMAT,
             **position,
@@ -82,7 +82,7 @@ class RankState:
 
 
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
-    """Load a checkpoint into a fresh engine and return `state.json`.
+    """Load a checkpoint into a fresh engine and return its `state.json`.
 
     The result is bitwise exact for the same ZeRO stage and number of ranks. Otherwise the RNGs are seeded from the
     step, and 8-bit moments are requantized.
@@ -112,7 +112,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a file. Raises UserError if this rank cannot read it, although rank 0 could."""
+    """Load all tensors of a file. Raises UserError if this rank cannot read it, even if rank 0 could."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -47,10 +47,10 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
-    """Resolve `training.resume_from_checkpoint`; with `read`, verify the checksums of the whole checkpoint.
+    """Resolve `training.resume_from_checkpoint`; with `read`, also verify all checksums.
 
-    `latest` and `auto` skip damaged checkpoints. Raises UserError if none is found, or if the named checkpoint is
-    damaged.
+    `latest` and `auto` skip damaged checkpoints. Raises UserError if all checkpoints or the named one are damaged, or
+    if there is none for `latest`.
     """
     if setting is None:
         return Choice(None)
@@ -93,7 +93,7 @@ def _find_problem(checkpoint: Path, read: bool) -> str | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Verify all checksums of a checkpoint; return the first problem, with the file's name; None if all match."""
+    """Verify all checksums of a checkpoint; return the first problem with its file's name, or None if all match."""
     try:
         marker = (checkpoint / MARKER).read_bytes()
         sums = _parse_checksums(marker)
@@ -132,7 +132,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def checksum(file: Path) -> str:
-    """Return the XXH3-128 of a file, computed as fast as the disk can read."""
+    """Return the XXH3-128 checksum of a file; the disk limits the speed."""
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         # Uninitialized memory: filling it with zeros would hold the GIL while training needs it.
@@ -175,7 +175,7 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     """Seal a folder, flush it to disk and rename it to `final`, after setting `later` checkpoints aside.
 
-    A crash at any point leaves older checkpoints untouched. Returns the new paths of `later`.
+    A crash at any point leaves older checkpoints untouched. Returns the new paths of the checkpoints set aside.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):

@@ -64,7 +64,7 @@ class CheckpointManager:
 
     @phase("restore")
     def agree(self) -> None:
-        """Agree on the checkpoint before weights are loaded. Raises UserError if it is damaged or from another run."""
+        """Choose the checkpoint for all ranks; called before loading weights. Raises UserError if it cannot be used."""
         config, ranks = self._config, self._ranks
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
         resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
@@ -104,11 +104,11 @@ class CheckpointManager:
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, the adapter's update scaled by `factor`; a collective call. Raises SaveFailed."""
-        must_have_moved, identity = has_positive_rate(schedule), self._find_identity()
+        """Write the final weights, the adapter's update scaled by `factor`. A collective call; raises SaveFailed."""
+        must_have_moved, identity = has_positive_rate(schedule), self._get_identity()
         self._folder.save_result(engine, must_have_moved=must_have_moved, factor=factor, identity=identity)
 
-    def _find_identity(self) -> dict[str, Any] | None:
+    def _get_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
             identity = build_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
@@ -117,7 +117,7 @@ class CheckpointManager:
 
     @phase("save")
     def copy(self, engine: Engine) -> None:
-        """Queue copies of engine state and weights on the device, after the current step; a collective call."""
+        """Queue copies of engine state and weights to host memory, after the current step; a collective call."""
         with suppress(SaveFailed):  # the failure was reported; continue with this save
             self.settle()
         state = RankState.capture(engine, self._ranks, self._copies)
@@ -145,7 +145,7 @@ class CheckpointManager:
             state["stream"] = batches.state_dict()
         if steering is not None:
             state["scu"] = steering.state_dict()
-            self._folder.save_steering(steering)
+            self._folder.save_scu_records(steering)
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
@@ -156,7 +156,7 @@ class CheckpointManager:
         def write(folder: Path) -> None:
             self._copies.wait()
             if self._ranks.is_main:
-                rank_state.state["run"] = self._find_identity()
+                rank_state.state["run"] = self._get_identity()
                 write_weights(folder)
             for file in rank_state.write(folder):
                 sync(file)
@@ -172,7 +172,7 @@ class CheckpointManager:
         self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
-        """Publish a checkpoint and delete surplus checkpoints, except at the steps `protect`; runs in the save thread.
+        """Publish a checkpoint and delete surplus ones, except at the steps in `protect`; runs in the save thread.
 
         Renames an earlier run's checkpoints that are newer than the step from which this run resumed.
         """
@@ -185,7 +185,7 @@ class CheckpointManager:
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload the run if it has an object store; a failure is reported, and retried at the next checkpoint."""
+        """Upload a run on an object store; return its URL. A failure is reported; the next checkpoint tries again."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -195,7 +195,7 @@ class CheckpointManager:
 
     @phase("save")
     def upload_result(self) -> None:
-        """Upload the finished run if it has an object store. Raises SaveFailed on rank 0."""
+        """Upload the finished run if it is on an object store. Raises SaveFailed on rank 0."""
         if self._ranks.is_main and (address := self._upload()):
             self._say(f"uploaded     {escape(address)}")
         if self._upload_problem:

@@ -73,7 +73,7 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, because the run did not finish, or it was deleted; {fix}")
+        raise UserError(f"{folder}: has no {missing[0]}, because the run did not finish or the file was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # The revision belongs to the repository in the configuration.
@@ -118,7 +118,7 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings; paths of files that exist relative to its working directory become absolute."""
+    """Return the run's settings; paths that exist relative to the run's working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
@@ -149,7 +149,7 @@ def load_saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the format of plain-text prompts, or None for the chat template; `raw` and `chat` override training's."""
+    """Return the plain-text prompt format, or None for the chat template; `raw` and `chat` override the run's."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -162,7 +162,7 @@ def default_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """Load the PEFT model in the run's precision, with its base quantized or rounded as in training.
+    """Load the PEFT model in the run's precision, with weights quantized as in training (QLoRA, `training.qat`).
 
     Raises UserError if the base model is missing or the adapter does not fit it.
     """

@@ -9,7 +9,7 @@ MAX_PINNED_BYTES = 8 * 2**30
 
 
 class HostCopies:
-    """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next save.
+    """Copies tensors to named buffers, pinned for GPU tensors; the copies are valid until the next save.
 
     Copies from a GPU run in a separate stream after the work queued so far, so that neither the host nor the next
     forward and backward pass waits for them. Call `make_updates_wait` before queueing work that changes the tensors.
@@ -50,7 +50,7 @@ class HostCopies:
             self._event.synchronize()
 
     def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Return the copy stream's context, which waits for the tensor and keeps its memory until it is copied."""
+        """Return the context of the copy stream, which waits for the tensor and keeps its memory until it is copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

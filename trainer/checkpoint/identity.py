@@ -91,11 +91,11 @@ def read_recorded_identity(folder: Path) -> Identity | None:
     return identity
 
 
-def find_differences(then: Identity, now: Identity, name: str) -> list[Difference]:
-    """List how `now` differs from `then`, the identity of `name`; unknown values count as equal."""
+def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:
+    """List how `current` differs from `recorded`, the identity stored in `name`; unknown values count as equal."""
     differences = []
-    for setting in (setting for setting in now.settings if setting in then.settings):
-        old, new = then.settings[setting], now.settings[setting]
+    for setting in (setting for setting in current.settings if setting in recorded.settings):
+        old, new = recorded.settings[setting], current.settings[setting]
         unknown = new == "auto" or (old == "auto" and setting == "dataset.format")
         if old == new or unknown or (new is None and setting == "training.precision"):
             continue
@@ -103,39 +103,41 @@ def find_differences(then: Identity, now: Identity, name: str) -> list[Differenc
         group = GROUPS.get(setting) or GROUPS.get(setting.partition(".")[0])
         problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
         differences.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
-    same = is_same_base(then.base, now.base)
+    same = is_same_base(recorded.base, current.base)
     if not same:
-        part = find_changed_part(then.base, now.base)
+        part = find_changed_part(recorded.base, current.base)
         differ = "its weights differ from" if part in (None, "config") else f"its {part} differs from"
         what = "its weights cannot be compared with" if same is None else differ
-        before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
-        problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
+        before = f"{recorded.base_model}, on which" if recorded.base_model != current.base_model else "when"
+        problem = f"base_model={current.base_model}: {what} {before} {name} was trained"
         differences.append(Difference(problem, "the weights of base_model", "base_model"))
-    tokenizer = "tokenizer" if "tokenizer" in now.data else "vocabulary"
+    tokenizer = "tokenizer" if "tokenizer" in current.data else "vocabulary"
     for part, setting, what in (("content", "dataset.path", "data"), (tokenizer, "model.tokenizer", "tokenizer")):
-        digests = then.data.get(part), now.data.get(part)
+        digests = recorded.data.get(part), current.data.get(part)
         if None not in digests and digests[0] != digests[1]:
-            problem = f"{setting}={now.names[setting]}: not the {what} that {name} was trained with"
+            problem = f"{setting}={current.names[setting]}: not the {what} that {name} was trained with"
             differences.append(Difference(problem, f"the {what}", "data"))
-    if now.global_batch is not None and then.global_batch != now.global_batch:
-        before = f"{then.global_batch} (training.global_batch_size: {then.global_batch})"
-        problem = f"{now.names['batch']} = {now.global_batch} samples per step: {name} was trained with {before}"
-        change = f"samples per step {then.global_batch} -> {now.global_batch}"
+    if current.global_batch is not None and recorded.global_batch != current.global_batch:
+        before = f"{recorded.global_batch} (training.global_batch_size: {recorded.global_batch})"
+        problem = (
+            f"{current.names['batch']} = {current.global_batch} samples per step: {name} was trained with {before}"
+        )
+        change = f"samples per step {recorded.global_batch} -> {current.global_batch}"
         differences.append(Difference(problem, change, "batch"))
-    if now.ranks not in (None, then.ranks):
-        differences.append(Difference("", f"ranks {then.ranks} -> {now.ranks}", None))
+    if current.ranks not in (None, recorded.ranks):
+        differences.append(Difference("", f"ranks {recorded.ranks} -> {current.ranks}", None))
     return differences
 
 
 def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
-    """Raise UserError if anything changed since the adapter in `folder` was trained, or its record is missing.
+    """Raise UserError if anything changed since the adapter in `folder` was trained, or if its record is missing.
 
     The base is not compared if it is neither needed nor on this machine.
     """
     changes = {name: "changed" if (folder / name).exists() else "deleted" for name in find_changed_files(folder)}
     problems = [f"{folder}: {name} was {change} after training; restore it" for name, change in changes.items()]
-    then = read_recorded_identity(folder)
-    if then is None:
+    recorded = read_recorded_identity(folder)
+    if recorded is None:
         record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"
         problems.append(f"{folder}: {record}")
     else:
@@ -143,44 +145,45 @@ def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> Non
         if needs_base and not base:
             load_model_config(config.base_model, config.model)  # downloads config.json, so that the commit is known
             base = fingerprint_base(config.base_model, config.model)
-        now = Identity(settings=_collect_comparable_settings(_remove_adapter_path(config)))
-        problems += [f"{problem}; restore the setting" for problem in _list_problems(then, now, folder, MODEL_SETTINGS)]
-        now = Identity(base_model=config.base_model, base=base)
-        problems += [f"{problem}; pass that model with --base-model" for problem in _list_problems(then, now, folder)]
+        current = Identity(settings=_collect_comparable_settings(_remove_adapter_path(config)))
+        changed_settings = _list_problems(recorded, current, folder, MODEL_SETTINGS)
+        problems += [f"{problem}; restore the setting" for problem in changed_settings]
+        changed_base = _list_problems(recorded, Identity(base_model=config.base_model, base=base), folder)
+        problems += [f"{problem}; pass that model with --base-model" for problem in changed_base]
     if problems:
         raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
     """Raise UserError if splitting the data again could hold out documents used in training."""
-    then = read_recorded_identity(folder)
-    if then is not None:
+    recorded = read_recorded_identity(folder)
+    if recorded is not None:
         settings = _collect_comparable_settings(_remove_adapter_path(config))
         content = {"content": origin["content"]}
-        now = Identity(names={"dataset.path": _format_data_path(config)}, settings=settings, data=content)
+        current = Identity(names={"dataset.path": _format_data_path(config)}, settings=settings, data=content)
         fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
-        if problems := _list_problems(then, now, folder, SPLIT_SETTINGS):
+        if problems := _list_problems(recorded, current, folder, SPLIT_SETTINGS):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Compare base and tokenizer (`origin`) with the adapter's at lora.adapter_path; return warnings.
+    """Check that base and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
 
     Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
         return []
-    then = read_recorded_identity(folder)
-    if then is None:
+    recorded = read_recorded_identity(folder)
+    if recorded is None:
         base_name = read_adapter_settings(folder).get("base_model_name_or_path")
         if not base_name or Path(base_name).name.lower() == Path(config.base_model).name.lower():
             return []
         return [f"lora.adapter_path={folder}: its {SETTINGS} names {base_name}, but base_model is {config.base_model}"]
-    now = build_identity(_remove_adapter_path(config), None, None, None)
+    current = build_identity(_remove_adapter_path(config), None, None, None)
     # Ignore the chat template: an adapter may be trained on text first, and then on conversations.
-    now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
-    problems = _list_problems(then, now, folder, ("model.added_tokens",))
+    current = current.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
+    problems = _list_problems(recorded, current, folder, ("model.added_tokens",))
     if SETTINGS in find_changed_files(folder):
         problems.append(f"lora.adapter_path={folder}: {SETTINGS} was changed after training")
     if problems and not config.lora.allow_mismatch:
@@ -189,11 +192,11 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
     return problems
 
 
-def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
-    compared_settings = {key: value for key, value in now.settings.items() if key.startswith(settings)}
-    base = then.base if is_same_base(then.base, now.base) is None else now.base
+def _list_problems(recorded: Identity, current: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
+    compared_settings = {key: value for key, value in current.settings.items() if key.startswith(settings)}
+    base = recorded.base if is_same_base(recorded.base, current.base) is None else current.base
     differences = find_differences(
-        then, now.model_copy(update={"settings": compared_settings, "base": base}), str(folder)
+        recorded, current.model_copy(update={"settings": compared_settings, "base": base}), str(folder)
     )
     return [difference.problem for difference in differences if difference.group or difference.fixed]
 
@@ -209,7 +212,7 @@ def _format_data_path(config: RunConfig) -> str:
 
 
 def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings to compare, by dotted name, except those in disabled sections."""
+    """Return the settings to compare by dotted name, without disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace the section's.
@@ -231,7 +234,7 @@ def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _normalize_value(name: str, value: Any) -> Any:
-    """Sort layer names and drop the paths of data sources, since order and location are irrelevant."""
+    """Sort layer names and drop the paths of data sources, because order and location do not matter."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":
@@ -282,11 +285,11 @@ def plan_resumption(
     checkpoint = choice.checkpoint
     if checkpoint is None:
         return Resumption(None, (*warnings, *check_initial_adapter(config, prepared.data.origin)))
-    state, then = read_state(checkpoint), read_recorded_identity(checkpoint)
+    state, recorded = read_state(checkpoint), read_recorded_identity(checkpoint)
     notes = []
-    if then is not None:
-        now = build_identity(config, prepared, world_size, precision)
-        refused, note = compare_identities(then, now, checkpoint, training.resume_changes)
+    if recorded is not None:
+        current = build_identity(config, prepared, world_size, precision)
+        refused, note = compare_identities(recorded, current, checkpoint, training.resume_changes)
         if refused:
             raise UserErrors(refused)
         notes += [note] if note else []
@@ -305,13 +308,13 @@ def describe_finished(step: int, total_steps: int) -> str:
 
 
 def compare_identities(
-    then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]
+    recorded: Identity, current: Identity, checkpoint: Path, allowed: tuple[str, ...]
 ) -> tuple[list[str], str | None]:
-    """Return a message for each refused difference, and one note for all others (None without any)."""
+    """Return a message for each refused difference, and one note that lists the allowed ones, or None."""
     refused, changed = [], []
-    for difference in find_differences(then, now, checkpoint.name):
+    for difference in find_differences(recorded, current, checkpoint.name):
         if difference.fixed:
-            weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
+            weights = "base_model" if recorded.settings.get("adapter") == "none" else "lora.adapter_path"
             refused.append(
                 f"{difference.problem}, and its optimizer state fits nothing else; restore it, or start a new run "
                 f"with {weights}: {checkpoint}"

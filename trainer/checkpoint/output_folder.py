@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or the model, template or data do not exist.
 
-    With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume.
+    With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume from.
     """
     check_output_folder(config)
     for run in config.runs:
@@ -169,7 +169,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
     if free_gib < MIN_FREE_GIB:
         raise UserError(
             f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, but checkpoints need at least "
-            f"{MIN_FREE_GIB}; free some space"
+            f"{MIN_FREE_GIB} GiB; free some space"
         )
 
 
@@ -196,7 +196,7 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
 
 
 def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
-    """Return (setting, path) of the run's local inputs and caches."""
+    """Return the run's local inputs and caches as (setting, path)."""
     data = config.dataset
     inputs = [
         ("base_model", config.base_model),

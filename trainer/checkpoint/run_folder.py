@@ -80,13 +80,10 @@ class RunFolder:
         prompt_text: str | None,
         checkpoint: Path | None,
     ) -> None:
-        """Write the run's record and open the metrics, once all checks have passed.
-
-        `checkpoint` is the checkpoint to resume from, or None.
-        """
+        """Write the record and open the metrics after all checks; `checkpoint` is the one to resume from, if any."""
         config, is_main = self._config, self._ranks.is_main
-        moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
-        if position.step and moves_base:
+        changes_base = changes_base_weights(config.lora) and config.adapter == "lora"
+        if position.step and changes_base:
             self._copy_initial_adapter((checkpoint or self.path).parent / INITIAL_ADAPTER)
         if is_main:
             self.check()
@@ -96,7 +93,7 @@ class RunFolder:
             environment = (self._ranks.world_size, str(device.type), precision, prompt_text)
             self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)
             self._write_record()
-        if position.step == 0 and moves_base:
+        if position.step == 0 and changes_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
         if is_main:
             self.metrics = Metrics(
@@ -127,7 +124,7 @@ class RunFolder:
         if self.metrics is not None:
             self.metrics.log_image(step, prompt, image)
 
-    def save_steering(self, steering: Steering) -> None:
+    def save_scu_records(self, steering: Steering) -> None:
         self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:
@@ -138,7 +135,7 @@ class RunFolder:
 
     @contextmanager
     def tolerate_full_disk(self, label: str) -> Iterator[None]:
-        """Warn and continue if the disk is full while writing a file that the result does not need."""
+        """Warn and continue if the disk is full while writing a file that is not part of the result."""
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
             yield
@@ -183,7 +180,7 @@ class RunFolder:
             (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
-        """Write the seconds by phase, added to those from earlier starts of this run."""
+        """Write the seconds per phase, including earlier starts of this run."""
         with self.tolerate_full_disk(TIMES):
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
@@ -207,7 +204,7 @@ class RunFolder:
         self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
     def adapter_form(self, engine: Engine) -> AdapterForm | None:
-        """Return the form of this run's adapter; None in full training, and on ranks other than 0."""
+        """Return the AdapterForm of this run; None in full training, and on ranks other than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
             names = [name for name, _ in list_trained_parameters(engine.module)]
             self._form = AdapterForm.from_model(engine.module, names)
@@ -218,7 +215,7 @@ class RunFolder:
     ) -> Callable[[Path], None]:
         """Return a function that writes gathered weights and tokenizer files to a folder, on rank 0.
 
-        `must_have_moved` is set once the learning rate has been above zero.
+        `must_have_moved`: the learning rate has been above zero, so factors that are still zero are an error.
         """
         model, is_full_training = engine.module, self._config.adapter == "none"
         write_companions = self._task.companion_files() if self._ranks.is_main else None

@@ -116,7 +116,7 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
     assert holds_run(run_dir), f"{run_dir}: is not a run, but passed the check of the output folder"
     try:
         if overwrite == "delete":
-            _delete_written(run_dir)
+            _delete_run_files(run_dir)
             return None
         aside = _move_aside(run_dir)
     except OSError as error:
@@ -144,8 +144,8 @@ def _move_aside(run_dir: Path) -> Path:
     return run_dir.with_name(aside.name)
 
 
-def _delete_written(run_dir: Path) -> None:
-    """Delete the files of a run, its checkpoints and its recorded result; keep all other files."""
+def _delete_run_files(run_dir: Path) -> None:
+    """Delete the files of a run, including checkpoints and the recorded result; keep all other files."""
     names = {*RUN_FILES}
     with suppress(UserError):  # a damaged record lists no result
         result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])

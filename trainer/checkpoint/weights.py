@@ -17,7 +17,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter; subtracting it makes later adapters fit the unchanged base. A collective call."""
+    """Write the initial adapter, to be subtracted so that the result fits the unchanged base. A collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
@@ -39,7 +39,7 @@ def write_adapter(
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
     difference from it, which fits the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
-    zero although `must_have_moved`; NotReloadable if plain PEFT would not load it whole.
+    zero although `must_have_moved`; NotReloadable if PEFT could not load the file completely.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -57,7 +57,7 @@ def write_adapter(
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights with the settings of `model`. Raises RuntimeError if one is missing or not finite."""
+    """Write gathered weights and the configuration of `model`. Raises RuntimeError if one is missing or not finite."""
     _check_finite(weights, folder)
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)

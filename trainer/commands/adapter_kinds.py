@@ -90,7 +90,7 @@ class ImageAdapter:
 
 
 def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-    """Write the merged model as a GGUF file, with `ollama` in a folder with a Modelfile; return lines to print."""
+    """Write the merged model as a GGUF file (`ollama`: in a folder with a Modelfile); return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
     model, tokenizer, values = build_merged(run)

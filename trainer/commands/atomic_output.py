@@ -49,7 +49,7 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, deleted afterwards; keep results with `move_into_place`.
+    """Yield a temporary folder next to `output`, deleted afterwards; `move_into_place` keeps results.
 
     Raises UserError if the folder cannot be created, and RuntimeError with the disk's free space if writing fails.
     """

@@ -92,7 +92,7 @@ def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
-    """Return the largest batch_size that fits with a reserve, or the configured one if it is larger and fits."""
+    """Return the largest batch_size that leaves a memory reserve, or the configured one if it is larger and fits."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.find_largest_batch(config, memory))
 

@@ -87,7 +87,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the losses of a PEFT model with and without its adapter on the same documents, as JSON values.
 
-    `difference` is adapter minus base; its perplexity_ratio is the perplexity of the adapter divided by the base's.
+    `difference` is adapter minus base; perplexity_ratio is the adapter's perplexity divided by the base's.
     """
     inputs = None if images is None else build_image_inputs(images, model, every_rank=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
@@ -140,7 +140,7 @@ def evaluate_pairs(
 
 @torch.no_grad()
 def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, batch_size: int) -> NDArray[np.float64]:
-    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, P]."""
+    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, pairs]."""
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
@@ -159,7 +159,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
 def load_held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the run's held-out samples, or all samples of `data` read with its settings; and whether they are pairs.
+    """Return the run's held-out samples, or all samples of `data`, read as in the run; and whether they are pairs.
 
     Raises UserError if the run has no held-out samples and `data` is None, or if `data` is for another task.
     """
@@ -199,7 +199,7 @@ def load_held_out_samples(
 def _measure_documents(
     model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, images: ImageInputs | None
 ) -> Losses:
-    """Return the summed token losses of every document for base and adapter, [2, D]."""
+    """Return the summed token losses of every document for base and adapter, [2, documents]."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     sums = np.empty((2, len(documents)))
     console = Console(stderr=True)
@@ -255,7 +255,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
-    parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to score instead")
+    parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to run instead")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="few-shot examples in the prompts of --tasks")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="maximum number of documents per task")
     parser.add_argument("--apply-chat-template", action="store_true", help="use the chat template for --tasks")

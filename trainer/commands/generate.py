@@ -48,7 +48,7 @@ from trainer.setup.kinds import refuse_unsupported
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer while it is generated, without terminal control sequences."""
+    """Prints an answer while it is generated, without terminal control sequences."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -59,7 +59,7 @@ class AnswerStreamer(TextStreamer):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled; temperature 0 is greedy decoding."""
+    """Sampling settings; temperature 0 is greedy decoding."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model; unless `both` models answer, merge the adapter into 16 or 32-bit weights or fuse it."""
+    """Load the trained model. Unless the base answers too (`both`), merge the adapter if possible, or fuse it."""
     model = load_trained(run, tokenizer, default_device())
     if both:
         return model
@@ -175,7 +175,7 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 
 def read_stdin_prompts(terminal: bool) -> Iterator[str]:
-    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError for a file without one."""
+    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError if a file or pipe has none."""
     found = terminal
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")

@@ -27,7 +27,7 @@ from trainer.model.integer_weights import (
 
 
 class IntegerMerge:
-    """Rounds the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
+    """Quantizes the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
     def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
         """Set the dtype of model and scales, and the device that computes W + s B A, as in training.
@@ -42,15 +42,13 @@ class IntegerMerge:
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def round(self, adapted: Any) -> None:
-        """Replace each adapted W with Q(W + s B A) and zero B.
+        """Replace each adapted W with the quantized W + s B A, and set B to zero.
 
-        Raises UserError if no layer is adapted, or if one cannot be rounded.
+        Raises UserError if no layer is adapted, or if one cannot be quantized.
         """
         layers = find_adapted_linears(adapted)
         if not layers:
-            raise UserError(
-                f"--quantize={self.kind}: no linear layer has an adapter to round; merge without --quantize"
-            )
+            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter; merge without --quantize")
         for path, layer in layers.items():
             if reason := explain_not_rounded(layer):
                 raise UserError(

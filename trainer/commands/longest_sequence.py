@@ -33,7 +33,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
 def predict_seconds(
     planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], card: str, network: float
 ) -> dict[int, float]:
-    """Return the seconds per step with each of the longest sequences, where they can be predicted."""
+    """Return the seconds per step with each of the longest sequences, if they can be predicted."""
     seconds = {}
     for size, length in longest.items():
         if length:

@@ -63,7 +63,7 @@ def merge(
 
 
 def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Return what rounds the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
+    """Return the object that quantizes the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
@@ -74,7 +74,7 @@ def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMe
     qat = run.config.training.qat
     if qat != kind:
         how = "not trained for integers" if qat is None else f"trained for {qat}"
-        print(f"note: the run was {how} (training.qat); rounding after training loses more accuracy", file=sys.stderr)
+        print(f"note: the run was {how} (training.qat); quantizing after training loses more accuracy", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
     return IntegerMerge(kind, _choose_dtype(run, dtype), default_device())
@@ -85,7 +85,7 @@ def build_merged(
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
     """Return the merged model on the CPU, its tokenizer, and the state dict to save (None: the model's own).
 
-    Raises UserError if the base is not in full precision.
+    Raises UserError if the base's stored format cannot be merged in `dtype`.
     """
     tokenizer = load_saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)

@@ -30,7 +30,7 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the card also to the adapter's folder; return the sorted files."""
+    """Write to `folder` the files to upload, and the card also to the adapter's folder; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     adapter_kind(run).copy_companions(run, folder)

@@ -34,13 +34,13 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         lines += adapter_lines
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
-    samples, ranks = count_samples(prepared), config.data_ranks(ranks)
+    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []
-    resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
-    lines.append(f"steps: {describe_steps(resolved.training, samples, ranks)}")
-    lines += [f"warning: {warning}" for warning in list_step_warnings(resolved, samples, ranks)]
+    resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, data_ranks), samples, data_ranks)
+    lines.append(f"steps: {describe_steps(resolved.training, samples, data_ranks)}")
+    lines += [f"warning: {warning}" for warning in list_step_warnings(resolved, samples, data_ranks)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 

@@ -39,7 +39,7 @@ def find_server(requested: str, python: str) -> Server:
         command = [python, "-c", FIND_MODULES, *MODULES]
         modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"--python {python}: cannot be started ({error}); use the Python of an environment") from None
+        raise UserError(f"--python {python}: cannot be started ({error}); pass a Python interpreter") from None
     installed = {name: Server(name, (python, "-m", MODULES[name])) for name in modules}
     if program := shutil.which(PROGRAM):
         installed["llama.cpp"] = Server("llama.cpp", (program,))

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the predicted speed, time and cost of a resolved configuration; None if none of these options is used."""
+    """Predict speed, time and cost of a resolved configuration; None without --network, --price and --card."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
     network = find_network(planner, arguments)
@@ -55,12 +55,12 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
     """Return the bytes per second that each GPU receives from other hosts; None if unknown.
 
-    Raises UserError unless --network is a speed, such as `50GB/s` or `400Gbit/s`.
+    Raises UserError unless --network is a bandwidth, such as `50GB/s` or `400Gbit/s`.
     """
     if arguments.network is None:
         return None if len(set(planner.machine.hosts)) > 1 else float("inf")
     if not (speed := parse_quantity(arguments.network, BYTES_PER_S)):
-        raise UserError(f"--network {arguments.network}: not a speed; write 50GB/s or 400Gbit/s, for each GPU")
+        raise UserError(f"--network {arguments.network}: not a bandwidth; write 50GB/s or 400Gbit/s per GPU")
     return speed
 
 

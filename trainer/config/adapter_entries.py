@@ -1,7 +1,7 @@
-"""Several adapters that are trained on one base in the same passes, each with its own settings.
+"""Read `adapters`: several adapters trained on one base in the same passes, each with its own settings.
 
-An entry of `adapters` has a `name` and the settings that differ, in sections or with dots. `split_adapters` builds the
-configuration of each adapter, as if it were trained alone into a folder of that name below output_dir.
+An entry has a `name` and the settings that differ, in sections or under dotted names. `split_adapters` builds the
+configuration of each adapter, as for a separate run into a folder of that name below output_dir.
 """
 
 import copy
@@ -44,7 +44,7 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
                 yield Mistake(f"adapters.{index}.{dotted}", value, "must be a section", f"write `{inner[0]}: ...`")
             elif is_setting and not dotted.startswith(PER_ADAPTER):
                 problem = "is shared by all adapters of a run"
-                yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for the whole run")
+                yield Mistake(f"adapters.{index}.{dotted}", value, problem, f"set {dotted} for all adapters")
 
 
 def split_adapters(config: RunConfig, tree: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -101,12 +101,12 @@ def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
 
 
 def find_feature_problem(feature: Literal["graphs", "tiles"], config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that rules out CUDA graphs or tiles of gated MLPs, and why; None if they are possible."""
+    """Return the setting that rules out CUDA graphs or tiled MLPs, and why; None if they are possible."""
     return next(((mistake.setting, mistake.problem) for mistake in _apply_rules(feature, config)), None)
 
 
 def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting that breaks a rule of rules.yaml, which documents their syntax."""
+    """Yield a mistake for each setting that breaks a rule of rules.yaml, which documents the rule syntax."""
     for rule in RULES[group]:
         when, unless, only = (rule.get(name, {}) for name in ("when", "unless", "only"))
         if not all(_matches(config, name, values) for name, values in when.items()):

@@ -1,4 +1,4 @@
-"""Parse command lines: the argument parser of all commands, and `key=value` by the type of the setting."""
+"""Parse command lines: the argument parser of all commands, and `key=value` overrides typed as their settings."""
 
 import argparse
 import re

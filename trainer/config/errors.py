@@ -49,7 +49,7 @@ def _shorten(text: str, limit: int) -> str:
 
 
 class UserError(Exception):
-    """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written."""
+    """Raised for a mistake in configuration, command line or data: shown on one line, exit code 2, nothing written."""
 
     exit_code = 2
 
@@ -59,7 +59,7 @@ class UserError(Exception):
 
 
 class UserErrors(UserError):
-    """Several mistakes found together, one line each."""
+    """Raised for several mistakes found together; shown on one line each."""
 
     def __init__(self, mistakes: Sequence["Mistake | str"]) -> None:
         super().__init__(str(mistakes[0]))
@@ -100,7 +100,7 @@ def describe_first(error: ValidationError) -> str:
 
 
 def describe_problem(error: ErrorDetails) -> str:
-    """Describe pydantic's error by the values that the setting accepts."""
+    """Describe pydantic's error in terms of the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
         return f"must be text, not a {'list' if isinstance(error['input'], list) else 'map'}"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
@@ -170,7 +170,7 @@ class Mistake:
 
     @property
     def settings(self) -> set[str]:
-        """The setting and those that the problem depends on."""
+        """The setting, and the other settings that the problem depends on."""
         return {self.setting, *self.involves.split()}
 
     def concerns(self, names: Collection[str]) -> bool:

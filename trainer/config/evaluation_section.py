@@ -25,7 +25,7 @@ _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("
 
 
 class EvaluationSection(Section):
-    """Scores of the model, computed with the held-out loss: before, every `training.eval_steps`, and after training."""
+    """Model scores, computed with the held-out loss: before and after training, and every `training.eval_steps`."""
 
     tasks: Annotated[Words, _WRITES] = ()
     """Tasks of lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
@@ -57,7 +57,7 @@ class EvaluationSection(Section):
 
 
 def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") -> None:
-    """Raise UserError, which names `setting`, for a missing file or a name that is not in lm-eval's files."""
+    """Raise a UserError that names `setting` if a file is missing or a name is not in lm-eval's files."""
     spec = find_spec("lm_eval") if names else None
     if names and spec is None:
         raise UserError(f"{setting}={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")

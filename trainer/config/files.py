@@ -25,7 +25,7 @@ MAX_TEXT_BYTES = 1 << 28
 
 
 class UnreadableFile(UserError):
-    """A file that exists but cannot be used; callers may build their own message from its attributes."""
+    """Raised if a file exists but cannot be used; callers may build their own message from its attributes."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
         self.path, self.problem, self.fix = path, problem, fix
@@ -104,7 +104,7 @@ def find_json(path: Path, shape: Any, default: Any = None) -> Any:
 
 
 def read_value(path: Path, dotted: str, shape: Any) -> Any:
-    """Return the value under a dotted name in a JSON file, as `shape`; raises like `read_json`."""
+    """Return the value under a dotted name in a JSON file, checked against `shape`; raises like `read_json`."""
     value = read_json(path)
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -130,7 +130,7 @@ def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) ->
 
 
 def check_shape(value: Any, path: Path, shape: Any) -> Any:
-    """Return a value read from `path` as `shape`; raises UnreadableFile with the first part that does not fit."""
+    """Validate a value read from `path` as `shape`; raises UnreadableFile with the first part that does not fit."""
     try:
         return _type_adapter(shape).validate_python(value)
     except ValidationError as error:

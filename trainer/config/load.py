@@ -90,7 +90,7 @@ def load_text(
 
 
 def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | None:
-    """Return the trainer that a file was written for; None for our files, which may use a few other names.
+    """Return the trainer that a file was written for; None for our files, even with a few names of other trainers.
 
     The file must have at least `min_names` names of that trainer, and more than twice as many as names of our sections.
     """
@@ -104,5 +104,5 @@ def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | N
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Format a configuration as YAML that `load_config` reads back to the same value."""
+    """Format a configuration as YAML that `load_config` reads back as an equal configuration."""
     return dump(config.model_dump(mode="json"))

@@ -61,7 +61,7 @@ def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -
 
 
 def section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
-    """Return the mistake for a section that was given a single value."""
+    """Return the mistake for a section that was set to a single value."""
     first = next(iter(section.model_fields))
     return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
 

@@ -22,7 +22,7 @@ _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset"
 
 
 class Mistakes:
-    """Mistakes, each with the typed name and its location: a line of the file, or `command line`."""
+    """Collects mistakes, each with the name as typed and its location: a line of the file, or `command line`."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Mistakes:
         self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
-        """Add the mistake of a setting typed as `name` after it was typed under another name."""
+        """Add a mistake for a setting typed as `name` after it was typed under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         if self.names[dotted] == name:
             problem = "given twice, with dots and in its section"
@@ -55,12 +55,12 @@ class Mistakes:
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line_error(self, line: int, message: str) -> None:
-        """Add a message about a line of the file, which the message names."""
+        """Add a message that names a line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
     def add_override_error(self, text: str, message: str) -> None:
-        """Add the message of an override that cannot be parsed."""
+        """Add an error message for an override that cannot be parsed."""
         self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_validation_errors(self, error: ValidationError) -> None:
@@ -74,7 +74,7 @@ class Mistakes:
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
         """Add invalid combinations, except those that involve an invalid setting.
 
-        Returns the settings that have no effect and are meant to have none, by reason.
+        Returns the intentionally unused settings, by reason.
         """
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
@@ -112,7 +112,7 @@ class Mistakes:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
     def _is_switched_off(self, unused: UnusedSetting, config: RunConfig) -> bool:
-        """Return whether the user set a switch to off, or overrode a switch of a setting that is in the file."""
+        """Return whether the user turned a switch off, or overrode the switch of a setting that is in the file."""
         is_in_file = not self._is_overridden(unused.name)
         return any(
             self._is_configured(name) and (not switch_value(config, name) or (is_in_file and self._is_overridden(name)))
@@ -131,7 +131,7 @@ class Mistakes:
         return [mistake for _, mistake in sorted(self._entries.values(), key=lambda entry: (entry[0], str(entry[1])))]
 
     def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
-        """Return a key that sorts a setting among the mistakes, and the text that names its location."""
+        """Return a setting's sort key among the mistakes, and its location as text."""
         for name, number in self._overridden.items():
             if dotted == name or dotted.startswith(f"{name}."):
                 return (2, number), " (command line)"
@@ -156,7 +156,7 @@ def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting, or the whole list if the path is an entry of a list of strings."""
+    """Remove a setting, or the entire list if the path is an entry of a list of strings."""
     node: Any = tree
     above, name = tree, path[0]
     for part in path:
@@ -170,7 +170,7 @@ def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
 
 
 class UserSettings:
-    """The tree of settings to validate, and notes on those that were translated or ignored."""
+    """Collects the settings to validate, and notes on settings that were translated or ignored."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.tree: dict[str, Any] = {}
@@ -183,7 +183,7 @@ class UserSettings:
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
-        """Remove settings without effect, with a note; keep settings that another one replaces."""
+        """Remove settings without effect, with a note; keep settings that another setting replaces."""
         for reason, settings in unused.items():
             for setting in settings:
                 if not setting.need.replaces:

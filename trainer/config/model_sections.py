@@ -127,7 +127,7 @@ class VisionSection(Section):
 
 
 class QuantizationSection(Section):
-    """The quantized base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matrix products."""
+    """The quantized base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matmuls."""
 
     bits: Literal[4, 8] = 4
     """Bits per weight; default: the bits of `quant_type`."""

@@ -1,4 +1,4 @@
-"""Settings that only have an effect if another setting has a certain value, as declared in the metadata of fields."""
+"""Find settings that have no effect because of another setting, as declared in the metadata of fields."""
 
 import os
 import re
@@ -16,7 +16,7 @@ HUB = "a name on the hub"
 
 @dataclass(frozen=True)
 class Needs:
-    """The switch of a setting that only has an effect if the switch has one of `values` (default: any true value).
+    """Declares that a setting only has an effect if its switch has one of `values` (default: any true value).
 
     `switch` is the name of a setting, or several names separated by spaces, one of which is enough; a leading dot
     stands for the section of the field. A field with several `Needs` needs all of them.
@@ -78,7 +78,7 @@ _UNKNOWN = object()
 
 
 def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
-    """Yield every setting that has no effect although it is set, to other values than false, 0, empty or none."""
+    """Yield every setting that has no effect although its value is not false, 0, empty or none."""
     by_run = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
     in_all = set.intersection(*({unused.name for unused in settings} for settings in by_run))
     yield from (unused for unused in by_run[0] if unused.name in in_all)

@@ -1,6 +1,6 @@
-"""Settings that are paths: `~` and environment variables are expanded, and impossible names are refused.
+"""Expand `~` and environment variables in settings that are paths, and refuse impossible names.
 
-A URL of an object store, such as s3://bucket/run, has a local copy; either name can be computed from the other.
+A URL of an object store, such as s3://bucket/run, has a local copy; URL and local path can be computed from each other.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
 
---model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`, for which S starts
-far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every 100 steps instead of
-200, because the guide resumes from checkpoint-500.
+--model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`, whose S (see
+scu.measure) starts far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every
+100 steps instead of 200, because the guide resumes from checkpoint-500.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def _suggest_checkpoints(run: Path) -> str:
 
 
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
-    """Load the configuration that was written for the flags; raises UserErrors that name flags, not settings."""
+    """Load the configuration generated from the flags; raises UserErrors that name flags, not settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:

@@ -120,7 +120,7 @@ def _clamp_start(settings: dict[str, Any], start: float) -> float:
 
 
 class ParallelSection(Section):
-    """How ranks divide the work, in addition to ZeRO."""
+    """Division of the work between ranks, in addition to ZeRO."""
 
     sequence: Annotated[Count, LANGUAGE] = 1
     """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens

@@ -44,7 +44,7 @@ class OptimizerKind:
 
     @property
     def library(self) -> str:
-        """The package that contains the class."""
+        """Package that contains the optimizer class."""
         return self.path.partition(".")[0]
 
 
@@ -63,7 +63,7 @@ def _parse_checkpointing(value: Any) -> Any:
 
 
 def _check_shard_within(value: Any) -> Any:
-    """Raise ValueError unless the value is `auto`, `host`, `all` or an integer of at least 2, as number or text."""
+    """Raise ValueError unless the value is `auto`, `host`, `all` or an integer of at least 2, also as a string."""
     if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
         return value
     raise ValueError("must be auto, host, all, or a number of ranks of at least 2")
@@ -257,7 +257,7 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _parse_fractions_of_run(cls, settings: Any) -> Any:
-        """Convert `eval_steps: 0.25` and `save_steps: 0.25`, a quarter of the run, as in transformers."""
+        """Convert fractions of the run, such as `eval_steps: 0.25` or `save_steps: 0.25`, as in transformers."""
         if not isinstance(settings, dict):
             return settings
         settings = dict(settings)

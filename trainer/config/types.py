@@ -1,4 +1,4 @@
-"""The types of settings: numbers, lists of words, and the frozen model that refuses unknown keys."""
+"""The types of settings: numbers, lists of strings, and the frozen model that refuses unknown keys."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 def _parse_words(value: Any) -> Any:
-    """Convert a word, a comma-separated line or a list to a list; `none`, [none] and null mean an empty list."""
+    """Convert a list or a comma-separated string to a list; `none`, [none] and null mean an empty list."""
     if value is None or value in ("none", ["none"], ("none",)):
         return []
     if isinstance(value, str):
@@ -46,7 +46,7 @@ def is_pattern(name: str) -> bool:
 
 
 def _parse_layer_names(value: Any) -> Any:
-    """Convert to a list of words; a comma within brackets is part of a regular expression."""
+    """Convert to a list of names; a comma within brackets is part of a regular expression."""
     if not isinstance(value, str) or not is_pattern(value):
         return _parse_words(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]

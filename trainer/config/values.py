@@ -16,7 +16,7 @@ _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(_[0-9]{3})+")
 
 
 def accepted_types(annotation: Any) -> frozenset[Any]:
-    """Return the types that a setting accepts; Literal for words, plus the types of other literals."""
+    """Return the types that a setting accepts. String choices appear as `Literal`, other choices as their type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return accepted_types(arguments[0])
@@ -28,7 +28,7 @@ def accepted_types(annotation: Any) -> frozenset[Any]:
 
 
 def accepted_words(annotation: Any) -> frozenset[str]:
-    """Return the words that a setting accepts in any case."""
+    """Return the string choices of a setting, which are accepted in any case."""
     if annotation is Any:
         return frozenset()
     if get_origin(annotation) is Literal:
@@ -37,12 +37,12 @@ def accepted_words(annotation: Any) -> frozenset[str]:
 
 
 def is_text(annotation: Any) -> bool:
-    """Return whether a setting accepts any text."""
+    """Return whether a setting accepts any string."""
     return str in accepted_types(annotation) <= {str, NoneType}
 
 
 def is_null(annotation: Any, value: str) -> bool:
-    """Return whether this text means null for a setting of this type."""
+    """Return whether this string means null for a setting of this type."""
     return NoneType in accepted_types(annotation) and value.strip().lower() in _NULL
 
 

@@ -50,7 +50,7 @@ class YamlFile:
 
 
 class Yaml11Loader(yaml.SafeLoader):
-    """Load YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and record duplicate keys.
+    """Loads YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and record duplicate keys.
 
     The last value of a duplicate key counts. Dates are text, as in OmegaConf, and tags of other types are refused.
     """
@@ -85,7 +85,7 @@ for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
 
 
 class _CoreLoader(Yaml11Loader):
-    """Load YAML 1.2."""
+    """Loads YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
 
@@ -101,7 +101,7 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Dump YAML with quotes around text that either version of YAML would read as another type."""
+    """Dumps YAML with quotes around text that either version of YAML would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
@@ -122,12 +122,12 @@ def dump(tree: Any, **style: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """Parse a YAML text without comments; raises ValueError, or UserError for duplicate keys."""
+    """Parse YAML without comments; raises ValueError, or UserError for duplicate keys."""
     try:
         loader = _CoreLoader(text)  # refuses control characters
         node = loader.get_single_node()
         if node is None or node.end_mark.index != len(text):
-            raise ValueError("a comment, which is text on a command line")
+            raise ValueError("contains a comment; on a command line, # is text")
         value = loader.construct_document(node)
         for _, mistake in loader.mistakes:
             raise UserError(mistake)
@@ -185,7 +185,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:
-    """Return the text of a file; raises UserError if it cannot be read, with `fix` if it does not exist."""
+    """Return the text of a file; raises UserError if it cannot be read (with `fix` if it does not exist)."""
     try:
         return decode_text(read_bytes(path, MAX_BYTES), path)
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
-    """Return the number of values of a node with every anchor expanded; raises UserError if there are too many."""
+    """Return the number of values of a node with every alias expanded; raises UserError if there are too many."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in known:

@@ -1,1 +1,1 @@
-"""What launcher and ranks share: files, exit codes, ports and rank variables. Imports no torch."""
+"""Code shared by launcher and ranks: files, exit codes, ports and rank variables. Does not import torch."""

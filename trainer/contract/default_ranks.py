@@ -78,7 +78,7 @@ def installed_gpus() -> list[str]:
 
 
 def in_allocation(env: Mapping[str, str]) -> bool:
-    """Return whether this process may start steps of a SLURM job."""
+    """Return whether this process can start steps of a SLURM job."""
     return "SLURM_JOB_ID" in env and shutil.which("srun") is not None
 
 

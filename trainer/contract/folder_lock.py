@@ -3,7 +3,7 @@
 The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
 created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
 Holders on this machine are identified by process and start time. Holders elsewhere are considered dead once the
-file's time has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
+file's mtime has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
 because it was stopped or disconnected.
 """
 
@@ -38,7 +38,7 @@ MAX_DELAY_S = 30.0
 
 
 class FolderLost(UserError):
-    """Another run has taken over the folder, so that this one must no longer write to it."""
+    """Raised if another run has taken over the folder; this run must no longer write to it."""
 
     exit_code = 1
 
@@ -101,11 +101,11 @@ class FolderLock:
         self._thread.start()
 
     @classmethod
-    def take(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
+    def acquire(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
         """Lock the folder, which is created if it does not exist.
 
-        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job, or if this job
-        resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
+        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job or, under a
+        scheduler, if this job resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
         """
         path, lock, watch = lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
@@ -129,7 +129,7 @@ class FolderLock:
 
     @classmethod
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
-        """Join the launcher as a holder of the lock `token`; None if its folder is not visible on this host.
+        """Join the launcher's lock `token` as a holder; return None if its folder is not visible on this host.
 
         Raises FolderLost if another run has taken over the folder.
         """
@@ -216,7 +216,7 @@ def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock can be read here; wait for network file systems that show it late."""
+    """Return whether another rank's lock is visible here; wait for network file systems that show it late."""
     held = _read_delayed(run_dir, lambda lock: lock.token == token)
     return held is not None and held.token == token
 

@@ -44,7 +44,7 @@ SLOW_GB_PER_S = 0.1
 
 
 def check_all_reduce(device: torch.device) -> Iterator[Check]:
-    """Check an all-reduce of rank-dependent integers, exact in fp32, then measure its bandwidth."""
+    """Check that an all-reduce of rank-dependent integers is exact in fp32, then measure its bandwidth."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = torch.arange(CORRECT_ELEMENTS, device=device) % 1000
     values = (index + 1000 * rank).float()
@@ -74,7 +74,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
 
 
 def _bus_gb_per_s(size: int, device: torch.device) -> float:
-    """Return the slowest rank's bus bandwidth, 2 (n - 1) / n * bytes / seconds, for n ranks."""
+    """Return the slowest rank's bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9 for n ranks."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)
     _synchronize(device)

@@ -20,9 +20,9 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return lines to print. Raises UserError, RuntimeError."""
+    """Write the run's adapter in format `form` to `output`; return lines to print. Raises UserError or RuntimeError."""
     if form in FILES and output.is_dir():
-        raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
+        raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
     check_output(output)
     task = find_task_class(run)
     if form not in task.formats:

@@ -1,4 +1,4 @@
-"""Export the adapter alone, in the layout of the target program, with the command to load it."""
+"""Export the adapter without its base in the layout of the target program, with the command to load it."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
         blk.0.attn_q.weight.lora_a    A [R, in]
         blk.0.attn_q.weight.lora_b    B [out, R]; rows of q and k in the order of llama.cpp's rotary embedding
 
-    The update of a weight is adapter.lora.alpha / R times B A (llama.cpp's src/llama-adapter.h); all share one alpha.
+    Updates are adapter.lora.alpha / R times B A (llama.cpp's src/llama-adapter.h); all weights share one alpha.
     Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
     """
     check_applicable(run.folder, "gguf-lora")
@@ -85,7 +85,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     writer.write_tensors_to_file()
     writer.close()
     if len(GGUFReader(output).tensors) != 2 * len(named):
-        raise RuntimeError(f"{output}: does not hold A and B of {len(named)} layers; check the disk")
+        raise RuntimeError(f"{output}: does not contain A and B of {len(named)} layers; check the disk")
     return len(named)
 
 

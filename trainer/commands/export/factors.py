@@ -4,7 +4,7 @@
     model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
 
 Experts have the checkpoint's names (`block_sparse_moe.experts.7.w1`) if it stores them one by one, otherwise gate_proj,
-up_proj and down_proj. PEFT stores A of all experts as one matrix [E R, in] and B as [out, R E].
+up_proj and down_proj. PEFT stores A of all E experts as one matrix [E R, in] and B as [out, R E].
 """
 
 import re
@@ -56,7 +56,7 @@ class Factors:
         return Factors(a_RI, b_OR, self.scale)
 
     def rescale(self, scale: float) -> "Factors":
-        """Rescale B so that the update stays the same with another scale."""
+        """Return the same update with another scale, by rescaling B."""
         return Factors(self.a_RI, self.b_OR * (self.scale / scale), scale) if scale != self.scale else self
 
 
@@ -64,8 +64,8 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     """Read the adapter in `folder`, keyed by the layer names in the base's checkpoint.
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
-    `whole_groups`, unadapted layers next to adapted ones of q, k, v or gate, up get them too. Raises UserError for
-    anything but low-rank products, and for adapters of vision towers.
+    `whole_groups`, so do the unadapted layers of a partly adapted group (q, k, v or gate, up). Raises UserError for
+    anything but low-rank factors, and for adapters of vision towers.
     """
     config = load_model_config(base_model, section)
     model = empty_model(config, section)
@@ -206,7 +206,7 @@ class _StoredNames:
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
     def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter of the model, and the empty tensors that checkpoints store for it."""
+        """Return a parameter of the model, and meta tensors with the names and shapes that checkpoints store."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:

@@ -61,7 +61,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
 
 
 def max_context_length(config: Any) -> int:
-    """Return the longest context that llama.cpp computes correctly, since it ignores these models' sliding window."""
+    """Return the longest context that llama.cpp computes correctly although it ignores sliding-window attention."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     context: int = config.max_position_embeddings
@@ -117,7 +117,7 @@ class _SavedTensor:
     kind: GGMLQuantizationType
     dtype: str
     """Its current format, a key of FORMATS."""
-    rotated_heads: int | None
+    rotary_heads: int | None
     """Number of heads, if rows must be permuted to llama.cpp's order."""
 
     def declare(self, writer: Any) -> None:
@@ -131,11 +131,11 @@ class _SavedTensor:
             writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
 
     def read(self) -> Array:
-        """Read the values in 32 bits."""
+        """Read the values as fp32."""
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
-        if self.rotated_heads:
-            tensor = pair_rotary_rows(tensor, self.rotated_heads)
+        if self.rotary_heads:
+            tensor = pair_rotary_rows(tensor, self.rotary_heads)
         return tensor.float().numpy()
 
 
@@ -154,8 +154,8 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
                 current = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
                 kind = _choose_format(shape, current if dtype == "auto" else dtype)
-                rotated = next((count for mark, count in heads.items() if mark in name), None)
-                stored.append(_SavedTensor(file, original, name, shape, kind, current, rotated))
+                rotary_heads = next((count for mark, count in heads.items() if mark in name), None)
+                stored.append(_SavedTensor(file, original, name, shape, kind, current, rotary_heads))
     return stored
 
 
@@ -166,7 +166,7 @@ def _choose_format(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
 
 
 def pair_rotary_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
+    """Reorder each head's n rows from [first half, second half] to pairs (0, n/2), (1, n/2 + 1), ..."""
     head = weight.shape[0] // heads
     halves = weight.reshape(heads, 2, head // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
@@ -196,8 +196,8 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
 def _compute_frequency_factors(config: Any) -> Array | None:
     """Return Llama 3.1's scaling of low frequencies as one divisor per frequency [head/2]; None for other models.
 
-    Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor are unchanged, and
-    in between the frequency is interpolated (L: original context).
+    With L the original context: wavelengths above L / low_freq_factor are stretched by `factor`, wavelengths below
+    L / high_freq_factor are unchanged, and in between the frequency is interpolated.
     """
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":

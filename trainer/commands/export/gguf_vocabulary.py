@@ -3,7 +3,7 @@
 llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
 tokenizer's rules; a tokenizer with unknown rules is refused.
 Two differences remain: llama.cpp does no NFC normalization (Qwen). For sentencepiece tokenizers it adds a space even to
-texts that begin with one, and it adds a space after either all special tokens or none.
+text that begins with one, and after either all special tokens or none.
 """
 
 import json
@@ -112,7 +112,7 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a space before texts, preferably the setting that keeps chat tokens equal."""
+    """Return whether llama.cpp should add a leading space; prefer the setting that keeps the tokens of chats equal."""
     normalizers, splitters = (
         _list_steps(state["normalizer"], "normalizers"),
         _list_steps(state["pre_tokenizer"], "pretokenizers"),
@@ -130,7 +130,7 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
 def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
     """Return whether llama.cpp and the tokenizer produce the same tokens for chats.
 
-    `space` is whether llama.cpp adds a space before each text.
+    `space` is whether llama.cpp adds a leading space.
 
     llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it only to the
     first piece, or not to pieces that begin with one.
@@ -149,7 +149,7 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
 
 
 def chats_differ(tokenizer: Any) -> bool:
-    """Return whether llama.cpp tokenizes this tokenizer's chats differently with both settings for spaces."""
+    """Return whether llama.cpp tokenizes chats differently from this tokenizer, whether or not it adds a space."""
     is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
     return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
 

@@ -20,7 +20,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ChatParts:
-    """The text that a chat template writes around each role's turns, and in place of a missing system turn."""
+    """Holds the text that a chat template writes around each role's turns, and in place of a missing system turn."""
 
     around: dict[str, tuple[str, str]]
     without_system: str
@@ -31,7 +31,7 @@ class ChatParts:
         return start + "".join(turns) + self.around["assistant"][0]
 
     def is_safe(self) -> bool:
-        """Return whether no text would be parsed as template or Modelfile syntax."""
+        """Return whether Ollama would parse none of the text as template or Modelfile syntax."""
         texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
         # A final brace would merge with the braces of the placeholder that follows.
         return survives_quotes("".join(texts)) and not any(
@@ -50,9 +50,9 @@ class ChatParts:
 
 
 def survives_quotes(text: str) -> bool:
-    """Return whether Ollama reads this text unchanged between three quotes.
+    """Return whether Ollama reads this text unchanged between triple quotes.
 
-    Ollama drops unprintable characters (such as U+00A0), and three quotes at the end of a line terminate the text.
+    Ollama drops unprintable characters (such as U+00A0), and triple quotes at the end of a line terminate the text.
     """
     return all(char.isprintable() or char in "\n\r\t" for char in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
