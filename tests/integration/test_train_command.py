@@ -215,7 +215,7 @@ def test_two_ranks_skip_a_damaged_checkpoint_together(
     command = [*common, "training.resume_from_checkpoint=latest"]
     done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
-    first, _, repeated = done.stdout.partition("1 warning of this run:\n")
+    first, _, repeated = done.stdout.partition("1 warning in this run:\n")
     skipped = "warning: skipped checkpoint-13 (training_state-00001.safetensors is damaged: "
     assert first.count(skipped) == repeated.count(skipped) == 1 and repeated.startswith(skipped), done.stdout
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]

@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
-    "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
+    "bert": (settings(model_type="bert", architectures=None), ("bert uses bidirectional attention",)),
     "masked": (settings(architectures=["RobertaForMaskedLM"]), ("RobertaForMaskedLM in config.json does not predict",)),
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), ("does not predict the next token",)),
     "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
@@ -253,7 +253,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
-    "x" * 300: ("has a part of 300 bytes; use at most 255",),
+    "x" * 300: ("has a component of 300 bytes; use at most 255",),
     "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
     "parent": ("has no config.json, but its subfolder m does; use parent/m",),
     "adapter": ("contains only an adapter; set base_model: some/base, and lora.adapter_path: adapter",),

@@ -137,7 +137,7 @@ output("a result")
 output.repeat_warnings()
 """
 WARNINGS = ["warning: a [plain] problem", "warning: a problem"]
-ENDED = ["a result", "2 warnings of this run:", *WARNINGS]
+ENDED = ["a result", "2 warnings in this run:", *WARNINGS]
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -175,7 +175,7 @@ def test_many_warnings_are_repeated_in_part(tmp_path: Path) -> None:
     )
     lines = run(script(tmp_path, body)).stdout.splitlines()
     shown = [f"warning: {number}" for number in range(10)]
-    assert lines[24:] == ["12 warnings of this run:", *shown, "... and 2 more, in logs/rank-0.log"]
+    assert lines[24:] == ["12 warnings in this run:", *shown, "... and 2 more, in logs/rank-0.log"]
 
 
 def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Path) -> None:

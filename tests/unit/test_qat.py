@@ -160,7 +160,7 @@ def test_the_largest_group_that_divides_every_layer_is_taken() -> None:
     assert (group(4096, 11008), group(576, 1536), group(96)) == (128, 64, 32)
     assert choose_integer_form("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
     with pytest.raises(
-        UserError, match=r"training\.qat=int4: .* input width 100 of a\.b; use int8, .* lora\.exclude_modules: \[b\]"
+        UserError, match=r"training\.qat=int4: .* input width 100 of a\.b .*; use int8, .* lora\.exclude_modules: \[b\]"
     ):
         choose_integer_form("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
 

@@ -168,12 +168,12 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it belongs to another model or adapter"),
+        ({"lora__r": 8}, "has shape [4, 64], not [8, 64], so it belongs to another model or adapter"),
         (
             {"lora__target_modules": ["q_proj"]},
-            "it has 24 trained tensors more than this run, so it belongs to another",
+            "it has 24 more trained tensors than this run, so it belongs to another",
         ),
-        ({"base_model": "wide"}, "here, so it belongs to another model or adapter"),
+        ({"base_model": "wide"}, "], so it belongs to another model or adapter"),
     ],
 )
 def test_an_older_one_of_another_model_or_adapter_is_one_line(

@@ -1,1 +1,1 @@
-"""The base model (configuration and weights, stored or random, in 16, 8 or 4 bits) and its adapter."""
+"""Load the base model (stored or random weights in 16, 8 or 4 bits) and add its adapter."""

@@ -38,7 +38,7 @@ BITS_PER_TOKEN = 1.0
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Adapted layers with the same name and shape; one row of the table printed at the start."""
+    """Describes adapted layers with the same name and shape: one row of the table printed at the start."""
 
     name: str
     shape: str
@@ -128,7 +128,7 @@ def apply_adapter(
             with use_expert_adapters(model, peft_config):
                 adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
-            raise UserError(f"lora: PEFT refused the adapter: {error}") from None
+            raise UserError(f"lora: PEFT rejected the adapter ({error}); change these settings") from None
         if targets is not None:
             set_dropout(adapted, lora.dropout)
             set_saved_targets(adapted, targets, excluded)
@@ -150,7 +150,7 @@ def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
 def apply_adapters(
     model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
 ) -> Any:
-    """Add several new adapters (section, seed), each initialized as if it were the only one; see `find_choice`."""
+    """Add several new adapters, given as (section, seed), each initialized as if it were the only one."""
     # Resolve paths before any layer is wrapped.
     targets = [Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
     excluded = [build_exclusion_pattern(model, lora) for lora, _ in adapters]
@@ -223,7 +223,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter adds biases to layers without a bias, where they cannot be merged."""
+    """Return a warning if the initial adapter has biases for layers without a bias, as these cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -240,7 +240,7 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of trainable and of all parameters; packed weights count with their unpacked size."""
+    """Return the numbers of trainable and total parameters; packed weights are counted at their unpacked size."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
@@ -306,7 +306,7 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor belongs to an expert without tokens, or to a layer that only long sequences use."""
+        """Return whether a tensor may lack a gradient, as part of an unused expert or of a layer for long sequences."""
         expert = EXPERT_NAME.match(name)
         others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
@@ -331,7 +331,7 @@ class GradientCheck:
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self._names)} trained tensors got no gradient (first: {missing[0]}); "
-                "exclude layers that the model does not use with lora.exclude_modules"
+                "add the unused layers to lora.exclude_modules"
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:

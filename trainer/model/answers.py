@@ -35,7 +35,7 @@ def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max
 def generate_texts(
     model: Any, tokenizer: Any, prompts: list[list[int]], device: torch.device, max_new_tokens: int, **options: Any
 ) -> list[str]:
-    """Generate continuations of tokenized prompts in one left-padded batch, within the model's context."""
+    """Generate continuations of tokenized prompts in one left-padded batch, up to the model's context length."""
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
     length, longest = padded["input_ids"].shape[1], context_length(model.config)
     generated = model.generate(
@@ -92,7 +92,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an answer in the chat template (it may start the next turn); None without one."""
+    """Return the token after an answer in the chat template, which may start the next turn; None if there is none."""
     source = find_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

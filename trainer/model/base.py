@@ -150,7 +150,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
         raise UserError(
-            "model.pad_token: the tokenizer has neither a padding nor an end token; set it to one of its tokens"
+            "model.pad_token: the tokenizer has neither a padding nor an end token; set it to a token of the vocabulary"
         )
 
 
@@ -161,7 +161,7 @@ def context_length(model_config: Any) -> int | None:
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether positions are computed and may exceed `context_length`, rather than looked up in a table."""
+    """Return whether positions are computed (and may exceed `context_length`) rather than looked up in a table."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 
@@ -234,7 +234,7 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Create weights directly on the meta device: the experts of one layer can exceed a host's memory."""
+    """Creates weights directly on the meta device, because the experts of one layer can exceed a host's memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))

@@ -1,7 +1,7 @@
 """Linear layers in 8 bits (FP8 e4m3 or int8), quantized on loading or already stored in 8 bits.
 
-With one scale per row, products are also computed in 8 bits (ops/eight_bit.py). With scales per block, or if `exact`,
-weights are dequantized for each product (ops/scaled.py).
+With one scale per row, matmuls also run in 8 bits (ops/eight_bit.py). With scales per block, or if `exact`, weights
+are dequantized for each matmul (ops/scaled.py).
 
 Values are stored as uint8 (e4m3) or int8, because the 16-bit engine converts every float parameter and would destroy
 the bits. For the same reason scales are neither parameters nor buffers; every rank keeps all of them.
@@ -26,7 +26,7 @@ ROWS_PER_CHUNK = 4096  # a 32-bit copy of a whole weight would take four times t
 class FrozenLinear8bit(nn.Linear):
     """A frozen linear layer (an nn.Linear to PEFT) with 8-bit weight values [O,I] and one scale per `block`.
 
-    With `exact`, products are computed in 16 bits from dequantized weights.
+    With `exact`, matmuls run in 16 bits on dequantized weights.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def check_input(x: torch.Tensor) -> None:
 
 
 def check_fp8_support(kind: str, device: torch.device) -> None:
-    """Raise UserError if `kind` is fp8 and the GPU has no FP8 products; the CPU emulates them."""
+    """Raise UserError if `kind` is fp8 and the GPU does not support FP8 matmuls; a CPU emulates them."""
     if kind != "fp8" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

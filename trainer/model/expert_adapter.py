@@ -1,7 +1,7 @@
 """The adapter of fused experts: PEFT's wrapper with factors per expert and a forward pass that never builds W + B A.
 
-PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds their products to all expert weights in
-every forward pass, which rules out dropout. Our factors A [E, R, I] and B [E, O, R] act on the tokens routed to each
+PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds B A to all expert weights in every
+forward pass, which rules out dropout. Our factors A [E, R, I] and B [E, O, R] act on the tokens routed to each
 expert. Files contain PEFT's matrices, so that `PeftModel.from_pretrained` can read them.
 Legend: E experts, R rank, I in, O out.
 """
@@ -22,7 +22,7 @@ from trainer.model.older_names import keep_target_names
 
 @replaces("the adapter of a tensor of experts")
 class ParamWrapper(lora.ParamWrapper):
-    """PEFT's adapter of one expert tensor. If several are nested, the outermost one runs the experts.
+    """Adapts one expert tensor; of several nested wrappers, the outermost runs the experts.
 
     PEFT recognizes the class by its name.
     """
@@ -42,7 +42,7 @@ class ParamWrapper(lora.ParamWrapper):
         return first, second
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Return s B A of all experts, in the layout and dtype of the weight."""
+        """Return s B A (s: the adapter's scale) of all experts, in the layout and dtype of the weight."""
         a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         delta = (b_EOR @ a_ERI) * self.scaling[adapter_name]
         return (delta if self._did_swap_in_out_features else delta.mT).to(self.get_param().dtype)

@@ -1,7 +1,7 @@
 """The forward pass of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
 The operator `ops.experts_mlp` runs it if it supports the activation, which is detected by trial. Other experts run one
-by one in plain torch, with the model's own code between the products.
+by one in plain torch, with the model's own code between the matmuls.
 Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
@@ -25,7 +25,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one expert tensor: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
+    """Holds the adapter of one expert tensor: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
 
     a_ERI: Tensor
     b_EOR: Tensor
@@ -124,7 +124,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """The activation between the two matrix products of an expert, under the operator's name."""
+    """Describes the activation between an expert's two matmuls, by its name in `ops.experts_mlp`."""
 
     name: Activation
     interleaved: bool = False
@@ -136,7 +136,7 @@ _CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
 def detect_activation(experts: Any) -> ExpertActivation | None:
-    """Return the operator's activation that these experts use, detected by trial; None if none matches."""
+    """Return the activation of `ops.experts_mlp` that these experts use, detected by trial; None if none matches."""
     if experts not in _CACHE:
         _CACHE[experts] = _try_activations(experts)
     return _CACHE[experts]
@@ -192,7 +192,7 @@ def run_in_torch(
 
 
 class _Products:
-    """Computes x W_e^T + bias_e + s dropout(x) A_e^T B_e^T for one expert tensor."""
+    """Computes x W_e^T + bias_e + s dropout(x) A_e^T B_e^T (s: the adapter's scale) for one expert tensor."""
 
     def __init__(self, experts: Any, name: str, adapter: Adapter | None) -> None:
         self.weight, self.transposed = getattr(experts, name), is_transposed(experts)
@@ -215,7 +215,7 @@ class _Products:
 
 
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; A and B are swapped, as PEFT does here."""
+    """Compute Llama 4's experts on rows [E T, H], each expert on all tokens; as in PEFT, A and B are swapped."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))

@@ -43,7 +43,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def _find_unknown_parts(experts: nn.Module) -> set[str]:
-    """Return the names of parameters and submodules that our forward would ignore."""
+    """Return the names of parameters and submodules that our forward pass would ignore."""
     parameters = {name for name, _ in experts.named_parameters(recurse=False)}
     submodules = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
     supported = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
@@ -103,7 +103,7 @@ def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ExpertFactor(nn.Module):
-    """The factor A [E, R, I] or B [E, O, R] of all experts."""
+    """Holds the factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
         """Convert PEFT's matrix; `down` is True for A, which projects down to the rank."""

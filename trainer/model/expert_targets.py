@@ -66,7 +66,7 @@ def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router class with its own weight, not a plain linear layer."""
+    """Return whether a module is a router with its own weight rather than a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
@@ -100,8 +100,8 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         raise UserError(
-            f"{setting}: exceeds the width {width} of an expert, which adds nothing; set lora.expert_rank "
-            f"to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
+            f"{setting}: exceeds the width {width} of an expert, beyond which ranks add nothing; set "
+            f"lora.expert_rank to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
         )
 
 
@@ -114,7 +114,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
             if not lora.experts:
-                raise UserError(f"lora.target_parameters={name}: names experts, but lora.experts is false; remove one")
+                raise UserError(f"lora.target_parameters={name}: names experts, but lora.experts is false; remove it")
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
                 raise UserError(f"lora.target_parameters={name}: {reason}; remove it")
@@ -131,10 +131,10 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove it")
         for name in lora.target_modules:
             if "experts" in name.split("."):
-                raise UserError(f"lora.target_modules={name}: {reason}; use layers, or all-linear")
+                raise UserError(f"lora.target_modules={name}: {reason}; name other layers, or use all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
-            raise UserError(f"lora.target_modules={name}: names experts, but lora.experts is false; remove one of them")
+            raise UserError(f"lora.target_modules={name}: names experts, but lora.experts is false; remove it")
         if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             pattern = name[: single.start(1)] + "*" + name[single.end(1) :]
             raise UserError(

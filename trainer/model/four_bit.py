@@ -28,7 +28,7 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
     """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
     On a CPU bitsandbytes 0.50.2 uses the wrong scales if rows do not consist of whole blocks (10 to 16 % error for rows
-    of 64 with blocks of 128). Those weights are dequantized here.
+    of 64 with blocks of 128). Such weights are dequantized here instead.
     """
     has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or has_whole_blocks:
@@ -42,7 +42,7 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
 
 
 class Params4bit(bnb.nn.Params4bit):
-    """bitsandbytes' packed weight, with a `to` that returns `self` if the device does not change.
+    """A packed bitsandbytes weight whose `to` returns `self` if the device does not change.
 
     PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
     PEFT checks the class name.

@@ -38,7 +38,7 @@ TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Load the processor of a supported vision-language model; None for other models. Raises UserError if it fails."""
+    """Load the processor of a vision-language model; return None if unsupported. Raises UserError if loading fails."""
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
@@ -78,8 +78,8 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         return ImageReader(processor_class, images, tokenizer, options, model_config.image_token_id)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"base_model={base_model}: its image processor cannot be built ({error}); use the tokenizer files of "
-            "the model itself"
+            f"base_model={base_model}: its image processor cannot be built ({error}); use the model's "
+            "own tokenizer files"
         ) from None
 
 
@@ -97,15 +97,15 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the model's `reader`; None without `--image`.
+    """Return the images of `--image` for the model's `reader`; None if the model has no reader.
 
     Raises UserError if an image is missing, or if the model does not accept images.
     """
     if reader is None:
         if files:
             raise UserError(
-                f"--image={files[0]}: this model does not accept images here; use one of "
-                "docs/reference/vision-models.md with the package it names"
+                f"--image={files[0]}: this model does not accept images here; use a model listed "
+                "in docs/reference/vision-models.md, and install the package named there"
             )
         return None
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
@@ -143,12 +143,12 @@ def cache_features(
 ) -> ImageInputs:
     """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
 
-    The ranks of each host share its missing images. All ranks run the tower the same number of times, because it may be
-    sharded. The folder's name contains a hash of the tower's output for a noise image, which stands for its weights.
+    The ranks of a host divide its missing images. All ranks run the tower the same number of times, because it may be
+    sharded. The folder's name contains a hash of the tower's output for a noise image, to identify the tower's weights.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; turn it off")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[TowerOutput, torch.Tensor | None]:
@@ -177,5 +177,5 @@ def cache_features(
         if (number + 1) % REPORT_INTERVAL == 0:
             say(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))
-    say(f"image features: {computed:,} computed, in {files.folder}")
+    say(f"image features: {computed:,} computed and saved in {files.folder}")
     return replace(inputs, features=files, dummy=None)

@@ -1,4 +1,4 @@
-"""Round weights to 8- and 4-bit integers as inference servers store them, with torchao.
+"""Quantize weights to 8- and 4-bit integers with torchao, in the format of inference servers.
 
 int8   one scale per row of a weight
 int4   one scale per group of 128, 64 or 32 weights of a row: the largest size that divides the width of every layer
@@ -31,7 +31,7 @@ INSTALL = "pip install torchao compressed-tensors"
 
 @dataclass(frozen=True)
 class IntegerForm:
-    """An integer format: bits, weights per scale (`group`; None for a whole row) and the type of the scales."""
+    """Describes an integer format: the bits, weights per scale (`group`; None: a full row) and dtype of the scales."""
 
     kind: Integers
     group: int | None
@@ -62,7 +62,7 @@ class IntegerForm:
 
 
 def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
-    """Choose the format for layers with these input widths, and scales in `dtype`.
+    """Choose the integer format for layers with these input widths; its scales are stored in `dtype`.
 
     Raises UserError, naming `setting`, if no group size divides the width of a layer.
     """
@@ -74,7 +74,7 @@ def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.
     name, width = next((name, width) for name, width in widths.items() if width % GROUP_SIZES[-1])
     last = name.rpartition(".")[2]
     raise UserError(
-        f"{setting}=int4: no group size from {GROUP_SIZES[-1]} on divides the input width {width} of {name}; use "
+        f"{setting}=int4: the input width {width} of {name} is not a multiple of {GROUP_SIZES[-1]}; use "
         f"int8, or exclude it with lora.exclude_modules: [{last}]"
     )
 
@@ -84,11 +84,11 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
     targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
         raise UserError(
-            f"{setting}: {type(model).__name__} has experts, which are not rounded; set lora.experts: false"
+            f"{setting}: {type(model).__name__} has experts, which cannot be quantized; set lora.experts: false"
         )
     if targets is not None and targets.others:
         raise UserError(
-            f"{setting}: rounds linear layers, not lora.target_parameters={shown(lora.target_parameters)}; remove them"
+            f"{setting}: quantizes only linear layers; remove lora.target_parameters={shown(lora.target_parameters)}"
         )
     modules = dict(model.named_modules())
     layers = {path: modules[path] for path in find_layers_to_adapt(model, lora)}
@@ -113,7 +113,7 @@ def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def explain_not_rounded(layer: Any) -> str | None:
-    """Return why the merged weight W + s B A of an adapted layer cannot be rounded to integers; None if it can be."""
+    """Return why the merged weight W + s B A of an adapted layer cannot be quantized to integers; None if it can."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):
         return f"{type(layer.base_layer).__name__} is not a plain linear layer"

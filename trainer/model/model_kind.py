@@ -50,7 +50,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
         )
     if model_config.get_text_config() is not model_config or find_quantization_method(model_config):
         problem = "is not text-only" if model_config.get_text_config() is not model_config else "is quantized"
-        raise UserError(f"{setting}: {problem}; reward models need a text model in 16 or 32 bits; use such a model")
+        raise UserError(f"{setting}: {problem}; train the reward model from a text model in 16 or 32 bits")
     model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
 
 
@@ -81,7 +81,7 @@ def auto_class(model_config: Any) -> Any:
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
     """Raise UserError if the model is already quantized, or not a causal language model according to config.json.
 
-    `may_score` allows a score head. `all_trained` refuses weights in 4 bits or FP8, on which only adapters can be
+    `may_score` allows a score head. `all_trained` rejects weights in 4 bits or FP8, on which only adapters can be
     trained.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
@@ -90,7 +90,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     try:
         method = find_quantization_method(model_config)
     except ValueError:  # raised by get_text_config if there are several text parts
-        raise UserError(f"{setting}: has several text parts ({kind}); use a causal language model") from None
+        raise UserError(f"{setting}: contains several text models ({kind}); use a causal language model") from None
     if method == MXFP4 and all_trained:
         raise UserError(
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
@@ -129,14 +129,14 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     ]
     predicts = has_score(model_config) or hasattr(model_class, "prepare_inputs_for_generation")
     if required or not predicts:
-        problem = f"needs {required[0]} in every step" if required else "does not generate token by token"
+        problem = f"needs {required[0]} in every forward pass" if required else "does not generate token by token"
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
     if checks_decoder and not getattr(model_config, "is_decoder", True):
         raise UserError(
-            f"{setting}: {kind} reads in both directions (is_decoder is false in config.json); only causal language "
-            "models are trained"
+            f"{setting}: {kind} uses bidirectional attention (is_decoder is false in config.json); use a "
+            "causal language model"
         )
 
 

@@ -28,7 +28,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class QuantizationKeys:
-    """The keys of `quantization_config` used here, for all quantization libraries."""
+    """Declares the keys of `quantization_config` that we read, for all quantization libraries."""
 
     format: str | None = None
     bits: StrictInt | None = None
@@ -47,7 +47,7 @@ class QuantizationKeys:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """The keys of config.json used here; transformers reads the rest."""
+    """Declares the keys of config.json that we read; transformers reads the rest."""
 
     num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None
@@ -71,7 +71,7 @@ NAME_FORMS = "use OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
-    """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid name on the hub."""
+    """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid hub name."""
     prefix = f"{setting}={name}"
     if "://" in name:
         parts = [part for part in urlparse(name).path.split("/") if part]
@@ -79,7 +79,7 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > MAX_NAME_BYTES:
-        raise UserError(f"{setting}={name[:40]}...: has a part of {longest} bytes; use at most {MAX_NAME_BYTES}")
+        raise UserError(f"{setting}={name[:40]}...: has a component of {longest} bytes; use at most {MAX_NAME_BYTES}")
     path = Path(name)
     try:
         if path.is_file():
@@ -214,7 +214,7 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
-    """Describe why a download failed, from the hub's exceptions that transformers wraps in its own."""
+    """Describe why a download failed, based on the hub's exceptions that transformers wraps in its own."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values v 2^(e - 127) as [blocks, 32]; the low bits of each byte are the first of its two codes.
+    """Return the values v 2^(e - 127) as [blocks, 32]; the low bits of each byte hold the first of its two codes.
 
     `codes` and `exponents` are uint8, of any shape with 16 bytes of codes per exponent.
     """
@@ -68,7 +68,7 @@ def strip_quantization(model_config: Any) -> Any:
 
 
 def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
-    """Return full-precision shapes by name; `declared`: whether config.json declares MXFP4 experts.
+    """Return full-precision shapes by name; `declared` states whether config.json declares MXFP4 experts.
 
     Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.
     """

@@ -1,8 +1,8 @@
-"""Work around PEFT's translation of layer names of MoE models from transformers 4 (peft#3711).
+"""Work around PEFT's translation of the layer names that MoE models had in transformers 4 (peft#3711).
 
 In transformers 5 experts are parameters instead of modules. PEFT translates the targets gate_proj, up_proj and
 down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names. It also
-applies the renamings of the model's checkpoint to the tensors of an adapter that it loads.
+applies the renamings of the model's checkpoint to the tensors of a loaded adapter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
 def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map tensor names in an adapter's file to the names that PEFT looks up in the model.
 
-    Omits tensors that PEFT would combine. The model may be empty and without an adapter.
+    Omits tensors that PEFT would combine. The model may be empty and need not have an adapter.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
@@ -99,7 +99,7 @@ def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     missing = [name for name in unloaded if name not in checkpoint_names]
     if missing:
         raise UserError(
-            f"lora.target_modules: PEFT could not reload {len(missing)} of {len(model_names)} tensors of this adapter, "
-            f"first {missing[0]}; exclude their layers with lora.exclude_modules"
+            f"lora.target_modules: PEFT could not reload {len(missing)} of {len(model_names)} tensors of this adapter "
+            f"(first: {missing[0]}); exclude their layers with lora.exclude_modules"
         )
     return {name: checkpoint_names.get(name, name) for name in model_names}

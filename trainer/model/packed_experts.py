@@ -69,7 +69,7 @@ class ExpertsLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the model's own tensor."""
+        """Shape of the unpacked tensor, as in the model."""
         if not self.experts:
             return self.rows, self.cols
         return (self.experts, self.cols, self.rows) if self.transposed else (self.experts, self.rows, self.cols)
@@ -101,7 +101,7 @@ class ExpertsLayout:
 
 
 class PackedExperts(nn.Parameter):
-    """An expert tensor as one Parameter of bytes; it replaces the original under the same name."""
+    """Stores an expert tensor as one Parameter of bytes, which replaces the original under the same name."""
 
     packing: ExpertsLayout
 
@@ -125,7 +125,7 @@ class PackedExperts(nn.Parameter):
         return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Quantize and pack one expert's matrix, oriented as in the model: 8 bits by row, 4 bits by bitsandbytes."""
+        """Quantize and pack one expert's matrix, oriented as in the model; 8 bits get a scale per row."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -238,7 +238,7 @@ def build_experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantized for each product."""
+    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantized for each matmul."""
 
     def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
         """Take over the bias of `linear`; the layout of `weight` sets the compute dtype."""

@@ -40,7 +40,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"base_model={base_model}: {change!r} is not key=value, such as num_hidden_layers=4")
+            raise UserError(f"base_model={base_model}: {change!r} must be key=value, such as num_hidden_layers=4")
         settings[key.strip()] = parse_scalar(value)
     return name, settings
 

@@ -70,7 +70,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
 
 
 def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
-    """Return the value of a setting, integral floats as int. Raises UserError for a wrong type or range."""
+    """Return a setting's value, with integral floats converted to int. Raises UserError for a wrong type or range."""
     default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
     if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
@@ -164,7 +164,7 @@ def draw_score(model_config: Any) -> torch.Tensor:
 
 
 class TensorsWithScore:
-    """The tensors of a checkpoint, with a new score head if the checkpoint has none."""
+    """Adds a new score head to the tensors of a checkpoint, unless it already has one."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config

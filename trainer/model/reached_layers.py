@@ -1,7 +1,7 @@
-"""Detect the layers that an adapter can train: those that are called as modules and get a gradient of the loss.
+"""Detect the layers that an adapter can train: those that are called as modules and receive a gradient.
 
 Attention indexers select tokens without a gradient, some models read a layer's weight directly, a decoder without an
-encoder never calls its cross-attention, and text never reaches the experts of images. Such layers are detected rather
+encoder never calls its cross-attention, and text never reaches the experts for images. Such layers are detected rather
 than listed: the model's own code runs once on the CPU, on a copy without weights in which linear layers and experts
 only pass on their input. Of layers that differ only in their index, only one runs.
 """
@@ -33,7 +33,7 @@ _CACHE: dict[tuple[type, str], "Reached"] = {}
 
 @dataclass(frozen=True)
 class Reached:
-    """The linear layers and experts that get no gradient, or get one only in long sequences."""
+    """Lists the linear layers and experts that get no gradient, or get one only from long sequences."""
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
@@ -43,7 +43,7 @@ class Reached:
 
 @replaces("linear layers and experts of an empty copy of the model")
 def find_reached(model: Any) -> Reached:
-    """Run a pass over a copy of the model (loaded, quantized or empty); return an empty result if it fails."""
+    """Find the layers without a gradient by running a copy of the model; return an empty result if that fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
@@ -75,7 +75,7 @@ def _observe(model_class: Any, config: Any) -> Reached:
 
 
 class _Pass:
-    """A pass that records a model's linear layers without the head, and which are called and which get a gradient."""
+    """Runs a pass that records which linear layers (not the head) and experts are called, and which get a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
         """Run the pass; with `once`, layers that differ only in their index run once."""

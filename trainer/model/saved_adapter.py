@@ -1,4 +1,4 @@
-"""Save adapter settings with which plain PEFT finds the same layers, and load any PEFT adapter."""
+"""Save adapter settings from which plain PEFT finds the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -44,7 +44,7 @@ def load_adapter(
     dropout: float = 0.0,
     in_32_bits: bool = False,
 ) -> Any:
-    """Load an adapter from a folder or the hub into the model, with our forward for adapted experts.
+    """Load an adapter from a folder or the hub into the model, with our forward pass for adapted experts.
 
     `dropout` is the dropout for training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
     converts a 16-bit adapter.
@@ -109,7 +109,7 @@ def _describe_misfit(error: Exception) -> str:
 
 
 def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Load an adapter with plain PEFT on a copy of its base without memory. Raises ValueError if a tensor is lost.
+    """Load an adapter with plain PEFT on a meta-device copy of its base. Raises ValueError if a tensor is lost.
 
     PEFT reads only the settings, and the names and shapes of the tensors. The base may be partitioned or quantized.
     """
@@ -182,7 +182,7 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
 def check_reloadable(adapted: Any, adapter: str = "default") -> None:
     """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
-    Applies PEFT's own matching, without a second model: the saved settings must match exactly the adapted layers, and
+    Applies PEFT's own matching, without a second model: the saved settings must match the adapted layers exactly, and
     PEFT must find each tensor by its saved name.
     """
     import peft.utils.transformers_weight_conversion as conversion

@@ -83,10 +83,10 @@ def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "compressed-tensors":
         return _parse_compressed(settings)
-    return _parse_columns(settings, method.upper()) if method in ("gptq", "awq") else None
+    return _parse_gptq_or_awq(settings, method.upper()) if method in ("gptq", "awq") else None
 
 
-def _parse_columns(settings: dict[str, Any], method: Any) -> FourBitForm | str:
+def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitForm | str:
     supported = ("gptq", "gptq_v2") if method == "GPTQ" else ("gemm",)
     version = str(
         next(filter(None, map(settings.get, ("checkpoint_format", "version", "format"))), supported[0])
@@ -136,10 +136,10 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
 
 
 class FourBitFiles:
-    """The tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
+    """Reads the tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
     def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
-        """Find the packed weights. Raises UserError, beginning with `setting`, if none exist or if they do not fit."""
+        """Find the packed weights. Raises UserError, beginning with `setting`, if there are none or one is invalid."""
         self._files, self._form, self._setting = files, form, setting
         self._shapes, self._types = files.shapes(), files.types()
         self._by_column = form.name in ("GPTQ", "AWQ")
@@ -213,7 +213,7 @@ class FourBitFiles:
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Round `target` [O, I] with the stored scales of `name`; return the tensors to store and the result."""
+        """Quantize `target` [O, I] with the stored scales of `name`; return the tensors to store and the result."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
@@ -236,7 +236,7 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight, with one row per output (one for the column order), and e4m3 as bytes."""
+        """Read one part of a packed weight as [O, ...] (column order: [1, I]); e4m3 is returned as bytes."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
         if 0 in shape:
@@ -247,7 +247,7 @@ class FourBitFiles:
         if part == "codes":
             unordered, name = torch.arange(layout.cols) // layout.group, f"{path}.{self._parts['order']}"
             if name in self._shapes and not (layout.ordered or torch.equal(self._files.read(name).long(), unordered)):
-                raise UserError(f"{self._setting}: {name} is not ascending, as config.json declares; {SAME_MODEL_FIX}")
+                raise UserError(f"{self._setting}: {name} is not ascending, contrary to config.json; {SAME_MODEL_FIX}")
             if form.name == "AWQ":
                 return pack_pairs(unpack_codes(raw, AWQ_ORDER).mT)
         elif part == "zeros":

@@ -1,6 +1,6 @@
 """Read checkpoints with weights in FP8 (e4m3).
 
-W = scale q in all formats, which differ in the block of weights per scale and in the name of the scales of a weight X:
+In all formats W = scale q. They differ in the block of weights per scale, and in the name of the scales of a weight X:
 
     fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
@@ -45,7 +45,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """The FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
+    """Describes the FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
 
     block: Block | None
     excluded: tuple[str, ...]
@@ -114,10 +114,10 @@ def _parse_block(block: Any) -> Block | None:
 
 
 class Fp8Files:
-    """The tensors of an FP8 checkpoint: `read` dequantizes them, `codes` and `scales` return the stored parts."""
+    """Reads the tensors of an FP8 checkpoint: `read` dequantizes them, `codes` and `scales` return the stored parts."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
-        """Wrap `files`, already checked by `check_fp8_shapes`."""
+        """Wrap `files`, which must have passed `check_fp8_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
         self._shapes = files.shapes()
         self._scale_names = find_scales(files)
@@ -193,7 +193,7 @@ class Fp8Files:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A `StoredTensors` built from two functions."""
+    """Implements `StoredTensors` with two functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]

@@ -19,7 +19,7 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 t
 
 
 class StoredTensors(Protocol):
-    """Tensors by name, each read on demand."""
+    """Provides tensors by name, and reads each on demand."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -30,7 +30,7 @@ class StoredTensors(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored tensors of one parameter, and their conversion."""
+    """Holds the names of one parameter's stored tensors, and their conversion."""
 
     target: str
     names: dict[str, tuple[str, ...]]
@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def by_expert(self) -> bool:
-        """Whether each entry of the first dimension can be built on its own."""
+        """Whether each entry of the first dimension can be built separately."""
         if self.converter is None:
             return True
         operations = list(self.converter.operations)
@@ -91,7 +91,7 @@ class Stored:
 
 
 class _Shapes:
-    """The shapes of a model's parameters, for conversions that read them while the model is being filled."""
+    """Provides a model's parameter shapes to conversions that read them while the model is being filled."""
 
     def __init__(self, model: Any) -> None:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -115,7 +115,7 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
 
 
 def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
-    """Collect the stored tensors as `convert_and_load_state_dict_in_model` of transformers does."""
+    """Collect the stored tensors as transformers' `convert_and_load_state_dict_in_model` does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -12,7 +12,7 @@ StoredForm = Fp8Form | FourBitForm
 
 
 def find_stored_form(model_config: Any) -> StoredForm | None:
-    """Return the packed format of the stored linear layers, which loading keeps; None for layers in 16 or 32 bits."""
+    """Return the packed format in which linear layers are stored and loaded; None if they are in 16 or 32 bits."""
     form = parse_fp8_form(model_config) or parse_four_bit_form(model_config)
     return None if isinstance(form, str) else form
 

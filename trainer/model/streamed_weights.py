@@ -63,8 +63,8 @@ def load_streamed(
     """Build the model on the meta device, then fill, quantize and partition it one module at a time.
 
     With `deepspeed_config` DeepSpeed partitions each module; with `shards` each layer is sharded once it is complete.
-    4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers multiply in
-    8 bits.
+    4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers run their
+    matmuls in 8 bits.
     """
     if quantization is not None and quantization.eight_bit:
         check_fp8_support(quantization.quant_type, device)
@@ -95,7 +95,7 @@ def load_streamed(
 
 
 def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attention: str | None) -> Any:
-    """Build the model with its weights on the meta device, and the dtypes and buffers of `from_pretrained`."""
+    """Build the model with weights on the meta device, and with the same dtypes and buffers as `from_pretrained`."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -307,7 +307,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Return the block size per scale that all expert tensors share (None: a row); empty to dequantize them."""
+    """Map each expert tensor to the block size that all of them share (None: a row); empty to dequantize them."""
     blocks = {name: fp8.block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:

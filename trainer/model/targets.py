@@ -41,7 +41,7 @@ IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
 
 @dataclass(frozen=True)
 class Targets:
-    """Full paths of the adapted layers and parameters, and the rank of expert adapters."""
+    """Holds the full paths of the adapted layers and parameters, and the rank of expert adapters."""
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
@@ -232,13 +232,13 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter: all, or with `vision.train: lora` only audio."""
+    """Return the paths of towers and projectors without an adapter: all, or only audio with `vision.train: lora`."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings, with each entry of a ModuleList."""
+    """Return the paths of the modules that map image features to embeddings; a ModuleList is listed by entry."""
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
@@ -272,7 +272,7 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for these paths and everything below; generalize layer indices unless `others` would match."""
+    """Build a pattern for these paths and those below them; generalize layer indices unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)

@@ -32,7 +32,7 @@ class Index(BaseModel):
 
 
 class SafetensorsFiles:
-    """The tensors of a model's safetensors files by name, read on demand."""
+    """Reads the tensors of a model's safetensors files by name, on demand."""
 
     def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
         """Read the headers of all files that begin with `stem`. Raises UserError if one is missing or damaged."""
@@ -64,7 +64,7 @@ class SafetensorsFiles:
 
 
 def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
-    """Raise UserError for the first tensor with non-finite values, as stored or in `dtype`."""
+    """Raise UserError for the first tensor with non-finite values, as stored or converted to `dtype`."""
     for name, kind in files.types().items():
         if not kind.startswith(("F", "BF")):
             continue

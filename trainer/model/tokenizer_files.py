@@ -1,4 +1,4 @@
-"""The files of a tokenizer, written with every checkpoint.
+"""Collect the files of a tokenizer, which are written with every checkpoint.
 
 The files of an unmodified tokenizer are copied from its source, because transformers 5 may save the class name
 `TokenizersBackend` and a list of special tokens, which transformers 4 and servers that use it cannot load.
@@ -64,7 +64,7 @@ def _read_source_files(source: str, revision: str | None, names: Sequence[str] =
 
 
 def _load(files: Mapping[str, bytes]) -> Any:
-    """Load a tokenizer from its files alone, without the model's config.json."""
+    """Load a tokenizer only from its files, without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
         return load_tokenizer(folder, ModelSection())

@@ -26,8 +26,8 @@ from trainer.model.tensor_files import SafetensorsFiles
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
     """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, have the wrong shape, are quantized without a
-    declaration in config.json, or whole layers are unused.
+    Raises UserError, beginning with `setting`, if weights are missing, have the wrong shape or are quantized without a
+    declaration in config.json, or if entire layers are unused.
     """
     form = find_stored_form(model_config)
     if isinstance(form, FourBitForm):

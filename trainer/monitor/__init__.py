@@ -1,1 +1,1 @@
-"""Monitoring of a run: metrics, console, profiles and the report."""
+"""Monitor a run: metrics, console, profiles and the report."""

@@ -68,7 +68,7 @@ def open_console(
 
     Raises OSError if the log or `console_path` cannot be opened.
     """
-    screen_fd = _open_screen(console_path) if rank == 0 else None
+    screen_fd = _open_console_fd(console_path) if rank == 0 else None
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     append_output_to(log_path)
@@ -109,14 +109,14 @@ class Output:
         self._print(message, on_console=is_warning or self._verbose or not self.is_starting)
 
     def show(self, message: str) -> None:
-        """Print a message even before the first step, unless another adapter of the run has printed its own."""
+        """Print a message even before the first step, unless another adapter of the same run already does."""
         self._print(message, on_console=self.shows_start or self._verbose)
 
     def repeat_warnings(self) -> None:
         """Print the warnings again, because the lines of later steps have scrolled them out of view."""
         count = len(self.warnings)
         if count:
-            self.show(f"{format_count(count, 'warning')} of this run:")
+            self.show(f"{format_count(count, 'warning')} in this run:")
         for message in self.warnings[:MAX_REPEATED]:
             self.show(message)
         if count > MAX_REPEATED:
@@ -159,7 +159,7 @@ def _build_console(screen: _Screen | TextIO, width: int) -> Console:
     )
 
 
-def _open_screen(console_path: str | None) -> int:
+def _open_console_fd(console_path: str | None) -> int:
     if console_path is None:
         return os.dup(1)
     if console_path.isdecimal():

@@ -110,7 +110,7 @@ class Display:
 
 
 def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
-    """Format the metrics of a step, most important first: aligned for a line if `detailed`, or short for the bar."""
+    """Format the metrics of a step, most important first: aligned for a line if `detailed`, else short for the bar."""
     # Show the whole job's throughput if it is known, otherwise one GPU's.
     per_gpu = "perf/tokens_per_second" not in values
     parts = [

@@ -30,7 +30,7 @@ MAD_TO_STD = 1.4826
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """The results of a step, copied to the host."""
+    """Holds the results of a step, copied to the host."""
 
     number: int
     loss: float
@@ -119,7 +119,7 @@ class SkippedRecords(Hook):
 
 
 class History(Protocol):
-    """The recent losses of a run, which checkpoints save."""
+    """Holds a run's recent losses, which checkpoints save."""
 
     latest_losses: list[float]
     spikes: int
@@ -191,7 +191,7 @@ class ExpertLoad(Hook):
         return self.values() if step.is_logged else {}
 
     def values(self) -> dict[str, float]:
-        """Return the token fractions of the busiest and idlest expert and the entropy (1: uniform): means over layers.
+        """Return the busiest and idlest expert's token fractions and the entropy (1: uniform), averaged over layers.
 
         A collective call: one all-reduce sums the counts of the ranks.
         """

@@ -1,1 +1,1 @@
-"""`zerolora report`: a run as one page."""
+"""`zerolora report`: render a run as one HTML page."""

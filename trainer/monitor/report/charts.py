@@ -33,7 +33,7 @@ CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tr
 
 @dataclass(frozen=True)
 class Curve:
-    """A series and its style: `kind` is line, pale, dashed or dots, `color` a CSS class; `label` is for the legend."""
+    """Holds a series and its style: a `kind` (line, pale, dashed or dots), a CSS class `color` and a legend `label`."""
 
     line: Series
     kind: str
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps. The axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
+    """Holds curves over the steps. The axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -53,7 +53,7 @@ class Chart:
     band: tuple[float, float] | None = None
     is_wide: bool = False
     leading: bool = False
-    """Whether the page begins with it, as with wide ones."""
+    """Whether the page begins with this chart, as with wide charts."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -63,7 +63,7 @@ class Chart:
 
 
 def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
-    """Return the charts of charts.yaml that have values; `deadband` is drawn around the target of S."""
+    """Return the charts of charts.yaml that have values; `deadband` is drawn as a band around SCU's target."""
     unit, kept_steps, target = (
         find_unit(records),
         extract_series(records, "eval/kept_step").values,

@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """The unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
+    """Describes the unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
 
     name: str
     samples: str
@@ -38,7 +38,7 @@ IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 @dataclass(frozen=True)
 class Series:
-    """A metric over the run: optimizer steps and values, NaN for non-finite values."""
+    """Holds a metric over the run: optimizer steps and values, NaN for non-finite values."""
 
     steps: Values
     values: Values
@@ -60,7 +60,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 
 def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
-    """Return the scores that were measured of the base too: name -> the base's value, and the series of the adapter."""
+    """Return the scores that were also measured for the base, as {name: (the base's value, the adapter's series)}."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
     pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
     return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}
@@ -68,7 +68,7 @@ def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""
+    """Holds the held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""
 
     before: float
     after: float

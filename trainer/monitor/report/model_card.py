@@ -1,6 +1,6 @@
 """Write the model card of an adapter, at the end of training and by `zerolora push`.
 
-Cards are uploaded, so they name no folder outside the run's working directory: other local models and data appear as
+Cards are uploaded, so they contain no path outside the run's working directory: other local models and data appear as
 the last part of their path. The code in the card in a run's folder runs as is.
 """
 
@@ -34,7 +34,7 @@ def is_users_card(card: Path) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return the hub name of a model or dataset, also for a path in the hub's cache; or a local path's last part."""
+    """Return a model's or dataset's hub name, also for a path in the hub's cache, or the last part of a local path."""
     short = hub_name(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
@@ -103,7 +103,7 @@ def build_model_card(
 
 
 def _draw_scores(records: list[Record]) -> list[str]:
-    """Return a chart of bars in text, for the scores between 0 and 1."""
+    """Return the lines of a text bar chart of the scores between 0 and 1."""
     lines = []
     for name, (base, scores) in extract_scores(records).items():
         values = {"base": base, "adapter": float(scores.values[-1])}

@@ -61,7 +61,7 @@ def read_answers(path: Path) -> dict[str, dict[str, str]]:
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
-    """Return rank 0's seconds by phase, or an empty dict if the file does not exist."""
+    """Return the seconds that rank 0 spent in each phase, or an empty dict if the file does not exist."""
     return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
@@ -140,7 +140,7 @@ def hub_name(name: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as on the command line, and null as `none`."""
+    """Format a value as on the command line; null becomes `none`."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

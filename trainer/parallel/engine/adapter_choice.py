@@ -1,4 +1,4 @@
-"""Select one of several adapters, or assign each of them its own rows of a batch."""
+"""Select one of several adapters, or assign rows of a batch to each of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ ATTRIBUTE = "adapter_choice"
 
 @dataclass
 class AdapterChoice:
-    """The adapters of a model, and the selection for the current pass."""
+    """Holds the adapters of a model, and the selection for the current pass."""
 
     names: Sequence[str]
     selected: str | None = None
@@ -34,7 +34,7 @@ class AdapterChoice:
 
     @contextmanager
     def select(self, name: str) -> Iterator[None]:
-        """Select an adapter within the block, with its own random numbers, which match a separate run's."""
+        """Select an adapter and its random state within the block; its random numbers match a separate run."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
         if name in self._random_states:
@@ -51,7 +51,7 @@ class AdapterChoice:
 
     @contextmanager
     def assign_rows(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each row with its own adapter, within the block and when the block is recomputed later.
+        """Compute each row with its assigned adapter, within the block and when the block is recomputed later.
 
         `rows` lists (adapter, tokens) in the order of the batch.
         """

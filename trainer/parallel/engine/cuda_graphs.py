@@ -2,7 +2,7 @@
 
 A small step is host-bound: it launches a few thousand kernels that each take microseconds on the device. A graph is one
 launch. It reads and writes the same memory every time, so inputs are copied into static tensors before a replay, and
-results out of them afterwards. Nothing in between may wait for the device or read a value.
+results out of them afterwards. A captured pass may not wait for the device or read a value.
 
 For autograd a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
 reductions work as usual. The gradient of the loss is an input of the second graph, so a replay runs the same kernels
@@ -40,7 +40,7 @@ class NotCapturable(RuntimeError):
 
 
 class CapturedPass:
-    """A captured pass; calling it replays the forward graph, and autograd replays the backward graph."""
+    """Holds a captured pass; calling it replays the forward graph, and autograd replays the backward graph."""
 
     def __init__(
         self, capturer: "GraphCapturer", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
@@ -215,7 +215,7 @@ class GraphCapturer:
 
 
 def release_workspaces() -> None:
-    """Free cuBLAS's workspaces; first delete graphs that use workspaces outside of their pool."""
+    """Free cuBLAS's workspaces; the caller must first delete graphs that use workspaces outside of their pool."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -234,7 +234,7 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _record_waits() -> Iterator[list[str]]:
-    """Collect the lines (`file:line`) in the block at which the host waits for the device."""
+    """Collect the source lines (`file:line`) at which the host waits for the device within the block."""
     locations: list[str] = []
     previous_mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

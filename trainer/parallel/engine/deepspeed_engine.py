@@ -51,9 +51,9 @@ def build_deepspeed_config(
     one_gradient: bool = False,
     guarded: bool = False,
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor.
+    """Return the configuration for `deepspeed.initialize`; set `one_gradient` if the adapter is a flat tensor.
 
-    If the engine is `guarded`, `AdapterGuard` replaces DeepSpeed's clipping and skipping.
+    If the engine is `guarded`, `AdapterGuard` clips gradients and skips steps instead of DeepSpeed.
     """
     # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
     # 0.19.8 also makes the host wait for the device before every overlapped reduction.
@@ -102,7 +102,7 @@ def build_deepspeed_config(
 
 
 def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Return whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
+    """Return whether the optimizer can clip gradients and skip steps: bf16, 32-bit AdamW, a GPU, and stage 1 or 2."""
     has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
 
@@ -175,7 +175,7 @@ def _register_external_weights(model: torch.nn.Module) -> None:
 
 @replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Return a StragglerWatch that subtracts waits for ZeRO-3's gathers, None on a single rank; a collective call."""
+    """Return a StragglerWatch that subtracts waits for ZeRO-3's gathers; None on a single rank. A collective call."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)

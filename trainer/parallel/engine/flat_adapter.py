@@ -1,11 +1,11 @@
-"""Store all LoRA factors in one Parameter, so that the engine and the optimizer handle one tensor instead of 448.
+"""Store all LoRA factors in one Parameter, so that the engine and the optimizer handle one tensor instead of hundreds.
 
 PEFT's Parameters keep their names and become views of this buffer, so saving, merging and loading are unaffected. In a
 forward pass with gradients each adapter module reads its weight through autograd's views of the buffer, so the gradient
 arrives as one concatenated tensor.
 
 Layout: layers with the same pair of shapes are adjacent, all A [N, R, I], then all B [N, O, R] (legend: N layers,
-R rank, I in, O out), so a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
+R rank, I in, O out), so a batched matmul over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ Watcher = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Member:
-    """A LoRA factor: its name in the model, the module that reads it, and PEFT's Parameter."""
+    """Describes a LoRA factor: its name in the model, the module that reads it, and PEFT's Parameter."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Block:
-    """Adjacent factors of one shape: row n is member n."""
+    """Describes adjacent factors of one shape; row n belongs to member n."""
 
     members: tuple[Member, ...]
     buffer: int
@@ -62,7 +62,7 @@ class Block:
 
 
 class FlatAdapter:
-    """The buffers, their blocks, and the views that the current forward pass reads."""
+    """Holds the buffers, their blocks, and the views that the current forward pass reads."""
 
     def __init__(
         self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, choice: AdapterChoice | None = None
@@ -105,7 +105,7 @@ class FlatAdapter:
         return [member for block in self.blocks for member in block.members]
 
     def spans(self) -> dict[str, tuple[int, int, int]]:
-        """Return (buffer, start, elements) by factor name, only for the selected one of several adapters."""
+        """Return (buffer, start, elements) by factor name; of several adapters, only for the selected one."""
         return {
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
@@ -114,7 +114,7 @@ class FlatAdapter:
         }
 
     def block(self, number: int) -> Tensor:
-        """Return a block's values as [N, *shape], without a graph."""
+        """Return a block's values as [N, *shape], detached from the autograd graph."""
         block = self.blocks[number]
         return block.stack(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
 
@@ -139,7 +139,7 @@ class FlatAdapter:
         return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
 
     def read_through_views(self, *_: Any) -> None:
-        """Create the views for a pass with gradients in its graph (a forward pre-hook)."""
+        """Create the views as part of the graph of a pass with gradients (a forward pre-hook)."""
         self.stacks = {}
         for member in self.members:  # autograd rejects views that are older than an update of the buffer
             member.module.__dict__.pop("weight", None)
@@ -163,7 +163,7 @@ class FlatAdapter:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
-        """Stack the buffers of each bundle's adapters; each factor is a view [P, *shape] of the stack."""
+        """Stack the buffers of each bundle's P adapters; each factor is a view [P, *shape] of the stack."""
         choice.factors = {}
         for names, _ in choice.bundles:
             first, *others = (choice.names.index(name) for name in names)
@@ -182,7 +182,7 @@ class FlatAdapter:
     def keep_views(self) -> Iterator[None]:
         """Restore the current views after other passes in the block; a pending backward pass may recompute with them.
 
-        Without current views (after a replayed graph), the block's last views stay, because its pass may recompute.
+        Without current views (after a replayed graph), the block's last views stay, because its pass may need them.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -209,7 +209,7 @@ class FlatAdapter:
 
     @contextmanager
     def build_stacks_only(self) -> Iterator[None]:
-        """Create only stacks, not views, within the block, where no adapter module reads its weight."""
+        """Create only stacks, not views, within the block; no adapter module may read its weight there."""
         self._builds_views = False
         try:
             yield
@@ -217,7 +217,7 @@ class FlatAdapter:
             self._builds_views = True
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Call `watcher(name, view)` for every new view; None stops this."""
+        """Call `watcher(name, view)` for every new view; None turns this off."""
         self._watcher = watcher
 
     @property
@@ -234,7 +234,7 @@ class FlatAdapter:
 
 @replaces("the factors that PEFT reads in a forward pass")
 def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
-    """Move the LoRA factors of a PEFT model into flat buffers registered with the model; None if it has none."""
+    """Move the LoRA factors of a PEFT model into flat buffers, registered with it; return None if it has no factors."""
     from peft.tuners.lora import LoraLayer
 
     pairs: list[tuple[Member, Member]] = []

@@ -15,9 +15,9 @@ def find_base_model(model: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass of which a small instance does.
+    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass whose small test instance does.
 
-    Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return more.
+    Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return additional values.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _computes_linear(kind))

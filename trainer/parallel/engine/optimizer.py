@@ -30,8 +30,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer; parameters with the same learning rate and weight decay form a group.
 
-    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times A's. Vectors (norms, biases,
-    DoRA magnitudes) have no weight decay. Several `adapters` have a group each, with their own settings.
+    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times the rate of A. Vectors (norms,
+    biases, DoRA magnitudes) have no weight decay. Each of several `adapters` has its own groups and settings.
     Raises UserError for a vector if the optimizer trains only matrices.
     """
     kind = OPTIMIZERS[training.optimizer]

@@ -31,7 +31,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` elements of a trained tensor, from `param_start`, stored at `holder_start` of a flat tensor."""
+    """Locates `length` elements of a trained tensor, from `param_start`, stored at `holder_start` of a flat tensor."""
 
     name: str
     holder: torch.Tensor
@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
+    """Holds one rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
     A moment whose size differs from its master weights belongs to one unsharded tensor.
     """
@@ -80,7 +80,7 @@ def assemble_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
 
 
 class EngineState:
-    """Master weights and the optimizer's moments by parameter name. Every rank must make each call."""
+    """Reads and restores master weights and optimizer moments by parameter name. Every rank must make each call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -121,16 +121,16 @@ class EngineState:
             if saved is None:
                 return f"it has no {name}"
             if saved.shape != whole_shape(parameter):
-                return f"{name} is {list(saved.shape)} there and {list(whole_shape(parameter))} here"
+                return f"its {name} has shape {list(saved.shape)}, not {list(whole_shape(parameter))}"
             if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
                 return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
-        return f"it has {more} trained tensors more than this run" if more else None
+        return f"it has {more} more trained tensors than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
         """Restore the result of `assemble_state` after `steps` optimizer steps, also in the model's weights.
 
-        Returns False if 8-bit moments had to be rounded again.
+        Returns False if 8-bit moments had to be quantized again.
         """
         if steps:
             self._create_moments(steps)
@@ -173,7 +173,7 @@ class EngineState:
         return moments | {"positions": self._hash_positions()} if moments else {}
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Restore this rank's 8-bit moments; return False, without a change, for another partitioning."""
+        """Restore this rank's 8-bit moments; if the partitioning differs, change nothing and return False."""
         if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
         for name in raw.keys() - {"positions"}:
@@ -194,14 +194,14 @@ class EngineState:
             group.update(counted)
 
     def count_steps_taken(self) -> int:
-        """Return the number of optimizer steps in the moments' state; 1 if it does not count them."""
+        """Return the number of steps counted in the moments' state; 1 if the optimizer does not count them."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
     def _read_dense(self, holder: torch.Tensor) -> Dense:
-        """Return a holder's weights and moments, flat, fp32: views, or copies of 8-bit moments."""
+        """Return a holder's weights and moments as flat fp32 views; 8-bit moments are dequantized copies."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():

@@ -14,7 +14,7 @@ from trainer.contract.known_versions import changed, require
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether stage 3 manages the parameter, even if it is gathered at the moment."""
+    """Return whether stage 3 manages the parameter, even if it is currently gathered."""
     return hasattr(parameter, "ds_id")
 
 
@@ -48,7 +48,7 @@ def require_partitioned(parameters: Iterable[Tensor]) -> None:
 
 
 def keep_own_values(parameter: Tensor) -> None:
-    """Mark a weight that differs between ranks, so that DeepSpeed's engine does not broadcast rank 0's over it."""
+    """Mark a weight that differs between ranks, so that DeepSpeed's engine does not overwrite it with rank 0's."""
     parameter.ds_optim_param = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The attributes and methods of DeepSpeed's engine that zerolora uses; a test compares them with a real engine."""
+"""Declare the members of DeepSpeed's engine that zerolora uses; a test compares them with a real engine."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -140,7 +140,7 @@ def build_report(ranks: Ranks, settings: str) -> Report:
 
 @cache
 def compute_code_version() -> str:
-    """Return the package's version and a digest of the sources, regardless of version control."""
+    """Return the package's version and a digest of the sources, independent of version control."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((CHECKOUT / package).rglob("*.py")):
@@ -149,7 +149,7 @@ def compute_code_version() -> str:
 
 
 def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:
-    """Return (problem, fix) for everything that differs between ranks, with the hosts; empty if nothing does."""
+    """Return (problem, fix) for each difference between ranks; the problem names the hosts."""
     found = []
     names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):

@@ -38,7 +38,7 @@ Within = Literal["auto", "host", "all"] | int
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process among `world_size` processes, and its `local_rank` on its host."""
+    """Holds this process's rank among `world_size` processes, and its `local_rank` on its host."""
 
     rank: int
     world_size: int
@@ -118,7 +118,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Return a UserError about --master-port if the port is taken, which only rank 0 sees, otherwise `error`."""
+    """Return a UserError about --master-port if the port is taken (only rank 0 sees this), otherwise `error`."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
@@ -126,7 +126,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
 
 @replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
-    """Set the timeout of every process group, as DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
+    """Set the timeout of every process group; DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
@@ -157,7 +157,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
         from mpi4py import MPI
     except ImportError as error:
         raise UserError(
-            f"mpi4py: {error}; ranks that mpirun starts find each other through it: pip install mpi4py, "
+            f"mpi4py: {error}, but ranks started by mpirun find each other with it; run `pip install mpi4py`, "
             "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
         ) from None
     from deepspeed.comm.comm import mpi_discovery
@@ -250,7 +250,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
         return [ordered]
     if len(ordered) % within:
         raise UserError(
-            f"zero.shard_within={within}: {len(ordered)} ranks cannot be divided into groups of {within}. Use host, "
+            f"zero.shard_within={within}: {len(ordered)} ranks cannot be divided into groups of {within}; use host, "
             "all or a divisor of the number of ranks"
         )
     return [ordered[start : start + within] for start in range(0, len(ordered), within)]

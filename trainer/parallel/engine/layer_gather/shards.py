@@ -92,7 +92,7 @@ class _Step:
 
 
 class LayerShards:
-    """The units of a model in the order of its forward pass, and the hooks that gather them just in time."""
+    """Holds a model's units in the order of its forward pass, and the hooks that gather them just in time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class LayerShards:
 
     @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
-        """Register hooks on the modules of the adapted model that read the units, before its first forward pass."""
+        """Register hooks on the modules that read the units; call it before the adapted model's first forward pass."""
         assert not self._plan, f"not loaded: {sorted(self._plan)}"
         self._steps = list(self._find_steps(model))
         for index, step in enumerate(self._steps):
@@ -244,7 +244,7 @@ class LayerShards:
         self._in_backward = backward
 
     def _find_next(self, index: int, backward: bool) -> ShardedUnit | None:
-        """Return the unit needed next; after the last step, by the backward pass or the next forward pass."""
+        """Return the unit needed next: by a later step of this pass or, after the last step, by the following pass."""
         if not backward and index + 1 < len(self._steps):
             return self._steps[index + 1].unit
         if backward or torch.is_grad_enabled():

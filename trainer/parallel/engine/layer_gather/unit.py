@@ -29,7 +29,7 @@ Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that 
 
 
 class ShardedUnit:
-    """Tensors that are gathered and freed together; each rank of a group holds a shard in GPU or host memory."""
+    """Holds tensors that are gathered and freed together; each rank of a group holds a shard in GPU or host memory."""
 
     def __init__(
         self,
