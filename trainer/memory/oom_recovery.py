@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory(UserError):
-    """A step did not fit in memory; with `exit_code` EXIT_RESTART, the launcher restarts as the restart note says."""
+    """Raised if a step runs out of memory; if `exit_code` is EXIT_RESTART, the launcher follows the restart note."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class OutOfMemory(UserError):
 
 
 class Recovery:
-    """Guards the steps of a run according to `training.on_oom`."""
+    """Handles out-of-memory errors in the steps of a run according to `training.on_oom`."""
 
     def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
         self._config, self._world_size, self._planner = config, world_size, planner
