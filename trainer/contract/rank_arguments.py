@@ -1,4 +1,4 @@
-"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and when to start.
+"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and the start message.
 
 A prestarted rank imports during the checks and then waits. Its standard input is a socket to the launcher. Rank 0 runs
 the checks and sends CHECKED, or exits with their exit code. Once the launcher holds the lock of the run's folder, it

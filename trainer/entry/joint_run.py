@@ -80,7 +80,7 @@ class _Member:
 
 
 class JointRun:
-    """Trains the adapters of a run in joint passes; every rank has one."""
+    """Trains the adapters of a run in joint passes; every rank creates a `JointRun`."""
 
     def __init__(
         self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
@@ -239,7 +239,7 @@ class JointRun:
             self._display.print_line(step, {"train/loss": loss})
 
     def _call_loop(self, member: _Member, call: Callable[[Loop], object]) -> None:
-        """Call a method of an adapter's loop; if its loss is not finite, only this adapter fails."""
+        """Call a method of an adapter's loop; if the adapter's loss is not finite, only this adapter fails."""
         if member.failure is not None:
             return
         try:

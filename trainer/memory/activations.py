@@ -65,7 +65,7 @@ class Activations:
 
 
 def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
-    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes that training keeps.
+    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes kept to train it.
 
     A layer needs the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
     """

@@ -138,7 +138,7 @@ def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
-    """Return the bytes per trained element of the optimizer's moments; 8-bit ones have a scale per 256 elements."""
+    """Return the bytes per trained element of the optimizer's moments; 8-bit moments have a scale per 256."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
         return len(kind.state) * (1.0 + FP32 / 256)
@@ -171,7 +171,7 @@ def bucket_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
+    """Return the bytes in use at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
 
     There is one bucket, or two if communication overlaps.
     """

@@ -1,7 +1,7 @@
 """Out-of-memory errors in a step: restart with half the micro-batch and twice the accumulation, or suggest fixes.
 
 The loss curve does not change, because a step trains on the same samples however they are split. The other ranks may
-be waiting in a collective, where no message reaches them. The rank therefore writes a note and exits; the launcher
+be waiting in a collective, where no message reaches them. So the failed rank writes a note and exits; the launcher
 restarts all ranks from the newest checkpoint, as after any other failure (launcher/supervision/restarts.py).
 """
 

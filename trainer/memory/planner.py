@@ -124,7 +124,7 @@ class Planner:
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
 
-        Weights are gathered in the forward and in the backward pass of each micro-step. Gradients are summed in a ring.
+        Weights are gathered in the forward and backward passes of each micro-step. Gradients use a ring all-reduce.
         """
         decided, machine = self.build_decisions(config), self.machine
         placement = self._build_placement(config, decided)

@@ -161,7 +161,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the least free bytes of any rank's GPU, plus its CUDA context; None without a GPU."""
+    """Return the free bytes of the GPU with the least, plus the bytes of the CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
