@@ -36,7 +36,7 @@ class Evaluation:
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
         """Return the best metric, negated if higher is better, and all metrics; every rank must call it.
 
-        The `first` evaluation also measures the base's scores.
+        The `first` evaluation also measures the base model's scores.
         """
         values: dict[str, float] = {}
         with use_averaged_weights(self._engine):

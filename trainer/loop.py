@@ -24,7 +24,7 @@ MAX_CONSECUTIVE_NONFINITE = 10
 
 
 class NonfiniteElsewhere(FloatingPointError, OtherRankFailed):
-    """A loss on another rank was not finite."""
+    """Raised if a loss on another rank was not finite."""
 
 
 class Loop:
@@ -109,7 +109,7 @@ class Loop:
         self._save(at_the_end=True)
 
     def save_and_raise(self, error: UserError) -> NoReturn:
-        """Save, and raise the error for unusable data with instructions to resume."""
+        """Save a checkpoint, then raise the error for unusable data, with instructions to resume."""
         # If one rank runs out of memory, the others are inside the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
@@ -209,7 +209,7 @@ class Loop:
         self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """Raise FloatingPointError if a step was not finite and the run must stop; the step has changed no weight."""
+        """Raise FloatingPointError if a step was not finite and the run must stop; such a step changes no weights."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):

@@ -254,7 +254,7 @@ def test_prompts_come_from_files_of_every_kind(
     [
         ('{"label": "?"}', "record 1: has no prompt (the record has label)"),
         ('{"prompt": null}', "record 1: has no prompt (the record has no fields)"),
-        ('{"prompt": 5}', "record 1: prompt is a number; write a text, or a list of turns"),
+        ('{"prompt": 5}', "record 1: prompt is a number; it must be a string or a list of turns"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no question to answer"),
         ('{"messages": [5]}', "turn 1: is a number"),
         ("{broken", "line 1 of p.jsonl is not JSON"),

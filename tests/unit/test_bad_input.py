@@ -354,7 +354,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),
     "dataset.fields={prompt: messages}": ("the records have messages", "set dataset.fields"),
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
-    "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no enable_thinking; use strip",),
+    "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip",),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
     "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
         "training.gradient_checkpointing_layers=9: the model has only 2; remove it to recompute all",

@@ -51,7 +51,7 @@ def test_best_fit_by_hand() -> None:
     assert best_fit([6, 3, 4, 7, 5, 5], 10) == [[0, 2], [1, 3], [4, 5]]
     assert best_fit([6, 8, 2], 10) == [[0], [1, 2]]  # 2 goes where it fits best, not first or where there is most room
     assert best_fit([], 10) == []
-    with pytest.raises(ValueError, match="document of 11 tokens, capacity 10"):
+    with pytest.raises(ValueError, match="document of 11 tokens exceeds the capacity 10"):
         best_fit([3, 11], 10)
 
 

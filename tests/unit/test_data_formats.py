@@ -396,7 +396,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "completion is a list of numbers": (
         {"prompt": "x", "completion": 3},
         {},
-        ("completion is a number; write a text",),
+        ("completion is a number; use a string",),
     ),
     "tool call without name": (
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
@@ -416,7 +416,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "a system prompt that is no text": (
         {"messages": [ASK, SAY], "system": 5},
         {},
-        ("system is a number; write a text",),
+        ("system is a number; use a string",),
     ),
     "a weight above 1": ({"messages": [ASK, {**SAY, "weight": 1.5}]}, {}, ("turn 2", "weight=1.5", "from 0 to 1")),
     "a switch that is text": (

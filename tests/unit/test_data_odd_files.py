@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a row too long": (
         "a.csv",
         "prompt,completion\na,b\nI said, well, yes,no\n",
-        ("line 3 of a.csv has 4 cells, but the first line has 2 (separated by ,)", "quote texts"),
+        ("line 3 of a.csv has 4 cells, but the first line has 2 (separated by ,)", "quote cells"),
     ),
     "a row too short": ("a.csv", "prompt,completion\na\n", ("line 2 of a.csv has 1 cells, but the first line has 2",)),
     "a quote that never ends": ("a.csv", 'prompt,completion\n"a,b\nc,d\n', ("line 2 of a.csv is not CSV",)),

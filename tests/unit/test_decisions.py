@@ -99,7 +99,7 @@ def test_decisions_on_a_cpu_have_reasons() -> None:
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
     assert found.cuda_graphs.value is False and found.format_summary().endswith("CUDA graphs: no (no GPU)")
     assert found.format_summary().startswith(
-        "decided: attention: sdpa (packed documents are masked: no flash attention), "
+        "decided: attention: sdpa (without flash attention, packed documents need a mask), "
     )
     assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 

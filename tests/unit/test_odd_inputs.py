@@ -297,7 +297,7 @@ def test_a_key_of_an_adapter_is_named_in_words_for_users(key: str, value: object
 
 def test_a_prompt_of_another_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": {"text": "x"}}\n')
-    with pytest.raises(UserError, match=r"record 1: prompt is a record; write a text, or a list of turns$"):
+    with pytest.raises(UserError, match=r"record 1: prompt is a record; it must be a string or a list of turns$"):
         list(read_prompts(str(tmp_path / "prompts.jsonl"), "--prompts"))
 
 
@@ -376,7 +376,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
-         "record 1: rejected is a list of texts; keep one of them"),
+         "record 1: rejected is a list of strings; keep one of them"),
         ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a map of lists \(data\), .*, as {messages: data}"),
         ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
         ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; fix the path, or the link"),

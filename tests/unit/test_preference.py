@@ -359,7 +359,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "record 2: rejected ends with a user turn",
     ),
     "two forms": (
-        {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is text",
+        {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is a string",
     ),
 }  # fmt: skip
 

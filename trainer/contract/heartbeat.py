@@ -1,11 +1,11 @@
-"""Heartbeats of the ranks, for the other ranks, the launcher and `zerolora status`.
+"""Heartbeats of the ranks, read by other ranks, the launcher and `zerolora status`.
 
 logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread of rank N, and a line with the
                          first and the current step, overwritten at the start of each step, so that the step of a killed
                          rank is known
 logs/hang.json           the ranks' verdict on a hanging run: the ranks that are behind, and their position
 
-All hosts must share the folder, which trainer/parallel/ranks/agreement.py checks.
+All hosts must share the folder; trainer/parallel/ranks/agreement.py checks this.
 """
 
 import json
@@ -83,7 +83,7 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, line: bytes) -> "Heartbeat | None":
-        """Parse the result of `encode`; None if it is incomplete or damaged."""
+        """Parse the result of `encode`; return None if it is incomplete or damaged."""
         try:
             beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
         except UnreadableFile:
@@ -93,7 +93,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks' verdict on a hanging run."""
+    """Holds the ranks' verdict on a hanging run."""
 
     ranks: Annotated[list[Count], Field(min_length=1)]
     """Ranks that are behind."""
@@ -154,7 +154,7 @@ class HeartbeatFolder:
         return self._file is not None
 
     def publish(self, beat: Heartbeat) -> None:
-        """Overwrite this rank's heartbeat; file system errors are only printed."""
+        """Overwrite this rank's heartbeat; print file system errors instead of raising them."""
         try:
             if not self.writes:
                 return
@@ -174,13 +174,13 @@ class HeartbeatFolder:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
     def write_step(self, step: int, first: int) -> None:
-        """Write the current step from the main thread, in microseconds, so that it is known even after SIGKILL."""
+        """Write the current step from the main thread, so that it is known even after SIGKILL; takes microseconds."""
         if self._file is not None:
             with suppress(OSError):  # `publish` prints such errors
                 os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def write_exit_code(self, exit_code: int) -> None:
-        """Add the exit code to the last heartbeat; takes no lock, so that signal handlers can call it."""
+        """Add the exit code to the last heartbeat, without a lock, so that signal handlers can call this method."""
         file, last = self._file, self._last
         if file is not None and last is not None and self.writes:
             self.writes = False
@@ -195,7 +195,7 @@ class HeartbeatFolder:
         return read_hang(self._logs) if self._is_decided() else None
 
     def _is_decided(self) -> bool:
-        """Return whether a rank has written a verdict on this run, which may be incomplete."""
+        """Return whether a rank has written a verdict on this run; it may still be incomplete."""
         try:
             return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
         except OSError:

@@ -1,4 +1,4 @@
-"""Records that launcher and trainer share: lines of metrics.jsonl, runs in sweep.json, checks of the doctor."""
+"""Records shared by launcher and trainer: lines of metrics.jsonl, runs in sweep.json, checks of `zerolora doctor`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
-    """Return the numbers of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
+    """Return the metrics of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
     record: Record = parse_json(line, path, _Shape)
     step = record.get("step")
     if step is None or step < 0:
@@ -54,7 +54,7 @@ def read_sweep(folder: Path) -> list[SweptRun]:
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
-    """Add or replace these runs in the record, and keep others."""
+    """Add these runs to the record, or replace them in it; keep all others."""
     folders = {run.folder for run in runs}
     others = [run for run in read_sweep(folder) if run.folder not in folders]
     write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})
@@ -62,7 +62,7 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the doctor's table."""
+    """Holds one row of the table of `zerolora doctor`."""
 
     name: str
     state: State

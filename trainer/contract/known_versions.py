@@ -33,13 +33,13 @@ KNOWN = {
 
 
 def installed(library: str) -> str | None:
-    """Return the installed version without its build suffix (2.13.0 of 2.13.0+cpu); None if it is not installed."""
+    """Return the installed version without its build suffix (2.13.0 for 2.13.0+cpu); None if it is not installed."""
     release = installed_version(library)
     return release and release.partition("+")[0]
 
 
 def describe_untested() -> list[str]:
-    """Return `transformers 5.24.0 (tested: 5.17.0, 5.23.0)` for each untested library."""
+    """Describe each untested library, for example `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
     return [
         f"{library} {release} (tested: {', '.join(tested)})"
         for library, tested in KNOWN.items()
@@ -63,7 +63,7 @@ def changed(library: str, what: str) -> UserError:
 
 
 def require(owner: object, name: str, library: str) -> Any:
-    """Return the private `owner.name` of `library`; raises UserError if it does not exist."""
+    """Return the private `owner.name` of `library`; raises UserError if that name does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -78,7 +78,7 @@ def replaces(what: str) -> Callable[[Installer], Installer]:
 
 @contextmanager
 def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
-    """Set `owner.name` of `library` to `value` within the block; raises UserError if it does not exist."""
+    """Set `owner.name` of `library` to `value` within the block; raises UserError if that name does not exist."""
     before = require(owner, name, library)
     setattr(owner, name, value)
     try:

@@ -57,7 +57,7 @@ class ProcessMark:
 
     @classmethod
     def parse(cls, text: str) -> "ProcessMark | None":
-        """Parse the result of `str`; None if it is not a mark."""
+        """Parse a mark written by `str`; return None for any other string."""
         words = text.split("/")
         return cls(words[0], int(words[1]), words[2]) if len(words) == 3 and words[1].isdigit() else None
 
@@ -79,12 +79,12 @@ class ProcessMark:
 
 
 def tie_children_to_this_process() -> None:
-    """Make processes that are started from now on exit when this process exits."""
+    """Make all processes started from now on exit when this process exits."""
     os.environ[VARIABLE] = str(ProcessMark.read(os.getpid()))
 
 
 def keep_alive_file(logs: Path, ended: threading.Event) -> None:
-    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set; works on a full disk."""
+    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set, even on a full disk."""
     has_failed = False
     while True:
         try:
@@ -116,11 +116,11 @@ class LauncherWatch:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
-        """Also exit when the launcher's file has not changed for `timeout_s`, if its process is not visible."""
+        """Also exit if the launcher's process is not visible and its file has not changed for `timeout_s` seconds."""
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_loss(self) -> str | None:
-        """Describe the process or connection that was lost; None if none was."""
+        """Describe the process or connection that was lost; return None if none was."""
         launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"

@@ -2,7 +2,7 @@
 
 A run with such an `output_dir` works in a local copy: `fetch_run` downloads checkpoints that the copy lacks, and
 `upload_run` makes the store equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and
-deleted first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
+deleted first, so that resuming skips a checkpoint whose upload was interrupted, as on a disk.
 """
 
 import json
@@ -49,7 +49,7 @@ def _is_not_last(name: str) -> bool:
 
 
 def _list_files(system: Any, root: str) -> dict[str, Any]:
-    """Return file name -> entry below `root` (name "" if it is a file), without names that leave `root`."""
+    """Return the entries below `root` by relative path ("" if `root` is a file), except paths that leave `root`."""
     entries = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
     return {name: entry for name, entry in entries.items() if ".." not in name.split("/")}
 
@@ -80,7 +80,7 @@ def fetch_data(url: str, named: str) -> Path:
 
 
 def open_run(text: str) -> Path:
-    """Return the folder of a run or checkpoint, after fetching it if it is on a store."""
+    """Return the local folder of a run or checkpoint; fetch it first if it is in an object store."""
     if not is_remote(text):
         return Path(text)
     folder = local_copy(text)
@@ -89,7 +89,7 @@ def open_run(text: str) -> Path:
 
 
 def _split(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Return the top folder of each name, and the complete checkpoints."""
+    """Return the top-level folder of each file, and the names of the complete checkpoints."""
     tops = {name: name.partition("/")[0] for name in names}
     return tops, {top for name, top in tops.items() if CHECKPOINT.fullmatch(top) and name == f"{top}/{LAST}"}
 
@@ -115,7 +115,7 @@ def fetch_run(run_dir: Path) -> None:
 
 
 def upload_run(run_dir: Path) -> str | None:
-    """Make the store equal to the copy, and return its URL; None if the folder is not a copy.
+    """Make the store equal to the copy, and return the store's URL; return None if the folder is not a copy.
 
     Deletes checkpoints that only the store has: this run fetched them, and then moved or deleted its copies.
     """

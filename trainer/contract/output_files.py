@@ -1,4 +1,4 @@
-"""Check that an output file can be written before computing it, and describe errors of disks."""
+"""Check, before a result is computed, that its file can be written; describe disk errors."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def check_output_file(path: Path, named: str) -> None:
 
 
 def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
-    """Check like `check_output_file`; an existing file must be an earlier result, a JSON object with these keys."""
+    """Call `check_output_file`; also refuse an existing file unless it is a result, a JSON object with these keys."""
     check_output_file(path, named)
     if not path.is_file() or not path.stat().st_size:
         return
@@ -43,7 +43,7 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
 
 
 def check_settings_file(path: Path, named: str, *, force: bool) -> None:
-    """Check like `check_output_file`; replace an existing file only with `force`, and only if zerolora wrote it."""
+    """Call `check_output_file`; also refuse an existing file without `force`, or if zerolora did not write it."""
     check_output_file(path, named)
     if path.exists() and not force:
         raise UserError(f"{named}: already exists; use another file, or add --force")
@@ -52,7 +52,7 @@ def check_settings_file(path: Path, named: str, *, force: bool) -> None:
 
 
 def disk_error(error: BaseException) -> str | None:
-    """Return the system's message for a disk error; None for other errors."""
+    """Return the operating system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _RUST.search(str(error))):
         number = int(match[1])
@@ -71,7 +71,7 @@ def describe_disk(path: Path) -> str:
 
 @contextmanager
 def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
-    """Append disk errors of the block to `failures` instead of raising them; `path` is on that disk."""
+    """Append disk errors that the block raises to `failures`, and continue; `path` is on that disk."""
     try:
         yield
     except Exception as error:  # tokenizers raises plain Exception

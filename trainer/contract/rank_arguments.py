@@ -1,4 +1,4 @@
-"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and when to start.
+"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and the start message.
 
 A prestarted rank imports during the checks and then waits. Its standard input is a socket to the launcher. Rank 0 runs
 the checks and sends CHECKED, or exits with their exit code. Once the launcher holds the lock of the run's folder, it
@@ -28,7 +28,7 @@ def encode_command(argv: Sequence[str]) -> str:
 
 
 def get_typed_command(argv: Sequence[str]) -> list[str]:
-    """Return the command typed by the user: from the launcher's argument, else `argv` itself."""
+    """Return the command typed by the user, from the launcher's argument; without that argument, `argv` itself."""
     typed = list(argv)
     for word in argv:
         if word.startswith(f"{TYPED}="):
@@ -74,7 +74,7 @@ class StartMessage:
 
 
 def open_channel() -> socket.socket:
-    """Return this process's end of the socket, and replace standard input with /dev/null."""
+    """Return the socket inherited as standard input, and replace standard input with /dev/null."""
     channel = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -13,7 +13,7 @@ from trainer.contract.whole_files import write_json
 
 
 class OtherRankFailed(Exception):
-    """Base of errors that a rank raises because another rank has failed."""
+    """Base class of errors that a rank raises because another rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RankError:
         return cls(rank, text, is_user_error, isinstance(error, OtherRankFailed))
 
     def write(self, logs: Path) -> None:
-        """Write the file; ignore errors of the disk, because the log also has the error."""
+        """Write the file; ignore disk errors, because the log also has the error."""
         with suppress(OSError):
             write_json(logs / f"error-{self.rank}.json", asdict(self))
 

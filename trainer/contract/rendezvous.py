@@ -1,4 +1,4 @@
-"""Read the rank of a process from the variables of its launcher; choose host names and ports of a run.
+"""Read the rank of a process from the variables of its launcher; choose the addresses and ports of a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|
@@ -8,7 +8,7 @@
 | srun                                 | SLURM_PROCID         | SLURM_STEP_NUM_TASKS  | SLURM_LOCALID              |
 
 The first complete row applies: with `mpirun` in a SLURM job, the variables of srun belong to Open MPI's daemon.
-SLURM_NTASKS is not used, because a batch script also has it, with SLURM_PROCID=0, but is not a rank.
+SLURM_NTASKS is not used, because it is also set in a batch script (with SLURM_PROCID=0), which is not a rank.
 """
 
 import os
@@ -53,7 +53,7 @@ def srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first node of a SLURM node list, such as `gpu003` of `gpu[003-006,9],login`."""
+    """Return the first node of a SLURM node list, such as `gpu003` for `gpu[003-006,9],login`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
         raise ValueError(f"{node_list!r} is not a node list")
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 
 def find_port_problem(port: int) -> str:
-    """Return the reason why a port of this host cannot be used; empty if it is free."""
+    """Return the reason why a port of this host cannot be used; an empty string if it is free."""
     with socket.socket() as listener:
         # As the ranks' store does, so that a recently used port can be reused.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

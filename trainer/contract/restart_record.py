@@ -1,4 +1,4 @@
-"""Restart notes of ranks that ran out of memory, changes of adapters, and the launcher's record, logs/restarts.json.
+"""Restart notes of ranks that ran out of memory, changes to adapters, and the launcher's record, logs/restarts.json.
 
 A note requests a restart with a smaller micro-batch. The launcher chooses the checkpoint to resume from
 (launcher/supervision/restarts.py).
@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class RestartNote:
-    """The step that did not fit, and the settings to restart with."""
+    """Holds the step that ran out of memory, and the settings to restart with."""
 
     step: Count
     batch_size: Count
@@ -75,7 +75,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class AdapterChanges:
-    """Configuration, settings and folder of `zerolora train`, and how `zerolora adapters` changed its adapters."""
+    """Holds the arguments and folder of `zerolora train`, and the changes that `zerolora adapters` made."""
 
     arguments: list[str]
     working_directory: str
@@ -93,7 +93,7 @@ class AdapterChanges:
 
 
 def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `adapters` with the recorded changes; the given ones if they have them already, in any order."""
+    """Return `adapters` with the recorded changes; entries that already have the changes keep their order."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:
         return list(entries)
@@ -118,7 +118,7 @@ def delete_restarts(run_dir: Path) -> None:
 
 
 def complete_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return name -> modification time in nanoseconds of complete checkpoints of the run, or of all its adapters."""
+    """Return the modification time (ns) of each complete checkpoint of the run, or of all its adapters, by name."""
     has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
     folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
@@ -127,5 +127,5 @@ def complete_checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def newest_checkpoint(names: Iterable[str]) -> str:
-    """Return the checkpoint with the highest step; an empty string without checkpoints."""
+    """Return the checkpoint with the highest step; an empty string if there is none."""
     return max(names, key=lambda name: int(name.rpartition("-")[2]), default="")

@@ -8,9 +8,9 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """A progress line on a terminal, such as `importing ...`, until a command prints its output.
+    """Shows a progress line on a terminal, such as `importing ...`, until the command prints its output.
 
-    The streams of this module and of launcher/entry.py clear it. A pipe or file only gets text shown with `on_pipe`.
+    The streams of this module and of launcher/entry.py erase it. A pipe or file gets only text shown with `on_pipe`.
     """
 
     def __init__(self) -> None:

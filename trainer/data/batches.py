@@ -2,7 +2,7 @@
 
 Shapes: B sequences in a micro-batch, L the longest of them, D documents.
 
-`dataset.batching: tokens` gives a step sequences of similar length: an epoch's order is cut into windows of 32 global
+`dataset.batching: tokens` puts sequences of similar length in a step: an epoch's order is cut into windows of 32 global
 batches, each window is sorted by length, and its batches are shuffled. Within a step, all micro-batches have about the
 same number of padded tokens: few long rows or many short ones.
 """
@@ -32,7 +32,7 @@ _DUMMY_LENGTH = 8
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Part `rank` of `size` equal parts of each sequence, computed by this rank (`parallel.sequence`)."""
+    """Identifies this rank's part of each sequence: part `rank` of `size` equal parts (`parallel.sequence`)."""
 
     rank: int
     size: int
@@ -40,10 +40,10 @@ class SequencePart:
     """Process group of the ranks that share a sequence."""
 
     def cut(self, batch: "MicroBatch") -> "MicroBatch":
-        """Return this rank's part of a flat batch [1, T], T a multiple of `size`.
+        """Return this rank's part of a flat batch [1, T], where T is a multiple of `size`.
 
         Targets are already shifted, so the target of a part's last token is the first token of the next part. The
-        document bounds remain those of the whole batch.
+        document bounds still refer to the complete batch.
         """
         assert batch.position_ids is not None
         length = batch.input_ids.shape[1] // self.size
@@ -65,7 +65,7 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of a rank's forward pass: host tensors, int64 [B, L] unless stated otherwise.
+    """Holds the inputs of a rank's forward pass: host tensors, int64 [B, L] unless stated otherwise.
 
     Without packing, `attention_mask` marks the padding, which is on the right. Packs have `position_ids` instead. Flat
     packs, which hold all documents in one row [1, T] without padding, also have the document bounds.
@@ -108,7 +108,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PairBatch(MicroBatch):
-    """A micro-batch of pairs: documents 2i and 2i + 1, row by row, are the chosen and the rejected answer."""
+    """A micro-batch of pairs: counted row by row, documents 2i and 2i + 1 are the chosen and the rejected answer."""
 
     document_targets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """Number of targets of each document, int64 [D]; empty without pairs."""
@@ -124,7 +124,7 @@ class PairBatch(MicroBatch):
 
     @property
     def target_weight(self) -> float:
-        """Number of pairs: all have weight 1."""
+        """Number of pairs, since each pair has weight 1."""
         return self.target_count
 
 
@@ -151,7 +151,7 @@ class GlobalBatches:
 
 
 class Batches(GlobalBatches):
-    """This rank's part of every global batch; the order of an epoch depends only on the seed and the epoch.
+    """Provides this rank's part of every global batch; the order of an epoch depends only on the seed and the epoch.
 
     `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate`.
     """
@@ -207,7 +207,7 @@ class Batches(GlobalBatches):
 
 
 class StreamBatches(GlobalBatches):
-    """Global batches from a stream: every rank reads all samples and keeps its own.
+    """Provides this rank's part of global batches from a stream, which every rank reads completely.
 
     A stream that ends restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the first
     after `load_state_dict`, starts from the saved state; for any other offset, the stream is read from the start.
@@ -241,7 +241,7 @@ class StreamBatches(GlobalBatches):
         """None, since a stream is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches of the step at sample `offset`, and its sample count; ignore `epoch`.
+        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count; ignore `epoch`.
 
         Raises UserError if the data cannot be read or has no samples; the state before the step is kept.
         """
@@ -315,7 +315,7 @@ class StreamBatches(GlobalBatches):
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass in order, with empty batches so that all ranks have the same number."""
+    """Yield this rank's batches of one pass, in order; empty batches make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -336,8 +336,8 @@ def collate(
     """Return samples as tensors, padded or `flat` in one row; without samples, return a row without targets.
 
     With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
-    chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with a
-    document and cut to this rank's part.
+    chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with an
+    additional document and cut to this rank's part.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
@@ -439,7 +439,7 @@ def _build_targets(sample: Sample) -> NDArray[np.int64]:
 
 
 def _collect_weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
-    """Return the weights of the targets of all rows, fp32; None if all are 1."""
+    """Return the fp32 weights of all rows' targets; None if all weights are 1."""
     positions = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
     parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
     weights = np.concatenate(parts)
@@ -471,7 +471,7 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
 def balance_tokens(lengths: Index, count: int) -> list[Index]:
     """Split a step's samples into `count` micro-batches of similar padded size; return the samples' positions.
 
-    No micro-batch has more padded tokens than the largest of an even split by rows. With few samples, some are empty.
+    None of them has more padded tokens than the largest micro-batch of an even split by rows. Some may be empty.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
@@ -485,7 +485,7 @@ def balance_tokens(lengths: Index, count: int) -> list[Index]:
 
 
 def _fill_micro_batches(descending: Index, limit: int) -> list[int]:
-    """Fill micro-batches of at most `limit` padded tokens in order; return their ends."""
+    """Fill micro-batches in order, with at most `limit` padded tokens each; return the end of each."""
     ends, start = [], 0
     while start < len(descending):
         start = min(len(descending), start + max(1, limit // int(descending[start])))

@@ -90,7 +90,7 @@ def _build_locked(
 
 
 def _describe_file(path: Path) -> list[int | str]:
-    """Return the entry of a file in the manifest: its size and, unless it is large, its digest."""
+    """Return a file's entry in the manifest: its size and, unless it is large, its digest."""
     size = path.stat().st_size
     if size > CHECKED_BYTES:
         return [size, ""]

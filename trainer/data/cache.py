@@ -106,7 +106,7 @@ def prepare_data(
 
 
 def _find_prompt_form(reports: Sequence[SourceReport]) -> str | None:
-    """Return the form of text prompts, or None (chat template) if any source has conversations."""
+    """Return the format string of text prompts; None if any source has conversations, which use the chat template."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 
@@ -189,10 +189,10 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the texts at `path` with a loss on all tokens, read and cached like `dataset.path`.
+    """Return the documents at `path`, with a loss on all tokens, read and cached like `dataset.path`.
 
     The adapted model should predict them as its base does. `setting` names the path in errors. Raises UserError if
-    there are no texts, or if one is longer than `dataset.max_length` and would be cut.
+    there are no documents, or if one is longer than `dataset.max_length` and would be cut.
     """
     reference = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir
@@ -206,7 +206,7 @@ def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, set
     assert isinstance(samples, Samples)
     if prepared.stats.truncated:
         raise UserError(
-            f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} texts are longer than "
+            f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} documents are longer than "
             f"dataset.max_length={section.max_length}; split them, or raise dataset.max_length"
         )
     return samples

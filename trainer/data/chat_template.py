@@ -1,4 +1,4 @@
-"""Render chat templates; test renderings show which messages they accept and what they write around answers."""
+"""Render chat templates, and test which messages they accept and what they write around answers."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
 
 
 class RenderError(Exception):
-    """A chat template failed to render a conversation."""
+    """Raised if a chat template fails to render a conversation."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ class ChatTemplate:
             raise UserError(f"{problem}; fix it, or set another template in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
-        """Return the text of messages, numbered or not. Raises RenderError if the template rejects them."""
+        """Render messages, numbered or not. Raises RenderError if the template rejects them."""
         if not messages:
             return ""
         chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> Marked:
-        """Return the text of numbered messages with the positions of their turns and, if `texts`, of their texts."""
+        """Render numbered messages; return the text with the spans of turns and, if `texts`, of their contents."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -182,7 +182,7 @@ class ChatTemplate:
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
     def common_length(self, left: str, right: str) -> int:
-        """Return the length of the common prefix of two texts, without splitting an added token of the second."""
+        """Return the length of the common prefix of two strings, which does not split an added token of the second."""
         length = _common_length(left, right)
         for at in range(max(0, length - max(self._added_lengths, default=0)), length):
             if at + len(self._token_from(right, at)) > length:
@@ -190,7 +190,7 @@ class ChatTemplate:
         return length
 
     def common_header(self, prompt: str, block: str) -> int:
-        """Return the common prefix length of a generation prompt and a turn, up to the end of a line or added token.
+        """Return the length of a generation prompt's common prefix with a turn, cut after a line or an added token.
 
         Beyond that, characters may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
         """
@@ -239,9 +239,9 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """The token that ends an answer in a conversation, by whether the answer has tool calls.
+        """The tokens that end answers without (False) and with (True) tool calls in a conversation.
 
-        It is the last token of the answer's turn, or the first token of the next turn.
+        Each is the last token of the answer's turn, or the first token of the next turn.
         """
         return {
             False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
@@ -257,7 +257,7 @@ class ChatTemplate:
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
     def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
-        """Return the token that ends an answer, which is its last token or the next one, and the token's end.
+        """Return the token that ends an answer (its last token or the next one), and the position of the token's end.
 
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
@@ -274,7 +274,7 @@ class ChatTemplate:
         return self._token_to(text, start, start + len(text[start:end].rstrip()))
 
     def token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the next added token after white space, and its end; if there is none, "" and the position."""
+        """Return the added token at `at`, after any white space, and its end; return ("", at) if there is none."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._token_from(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

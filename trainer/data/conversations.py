@@ -141,7 +141,7 @@ class ChatEncoder:
 
 
 class _Rendered:
-    """The text of a conversation, its trained `spans`, and the parts of the record that are `lost`."""
+    """Holds a rendered conversation, its trained `spans`, and the parts of the record that are `lost`."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
         self.spans: list[WeightedSpan] = []
@@ -213,7 +213,7 @@ class _Rendered:
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record a missing end-of-turn token after the last answer: the model would not learn to stop."""
+        """Record a missing end-of-turn token after the last answer; without it, the model would not learn to stop."""
         if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
@@ -225,7 +225,7 @@ class _Rendered:
             self.lost[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
-        """Find a turn's spans, except spans inside another role's turn: a tool result may mark its call again."""
+        """Find a turn's spans, except those inside another role's turn: a tool result may repeat its call."""
         role, spans = self._roles[turn], self._marks.turns.get(turn, [])
         if len(spans) < 2:
             return spans
@@ -276,7 +276,7 @@ class _Rendered:
         return start + common if common or has_no_prompt or first is None else first
 
     def _find_answer_end(self, index: int, start: int, end: int) -> int:
-        """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
+        """Find the end of an answer's end-of-turn token; append a missing one. A line break after it is not trained."""
         token, stop = self._template.end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
         if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
@@ -313,7 +313,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
 
 
 def _merge_spans(spans: list[Span], text: str) -> list[Span]:
-    """Merge spans that only white space separates."""
+    """Merge spans that are separated only by white space."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and not text[merged[-1][1] : start].strip():

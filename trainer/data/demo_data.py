@@ -1,7 +1,7 @@
 """Demo data: conversations about the functions of Python's standard library.
 
 Each function is one conversation: the user gives the signature, and the assistant answers with a JSON record (module,
-name, arguments, first line of the docstring). Pretrained models answer in prose, so the held-out loss falls a lot.
+name, arguments, first line of the docstring). Pretrained models answer in prose, so the held-out loss drops sharply.
 """
 
 import ast
@@ -42,7 +42,7 @@ def build_demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Fill `folder` by calling `build` with a temporary folder, renamed when complete; other processes wait."""
+    """Build `folder` unless it exists: `build` fills a temporary folder, which is renamed; other processes wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():

@@ -62,8 +62,8 @@ class DocumentEncoder:
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which reports the positions of tokens "
-                "in the text; use a fast tokenizer"
+                f"model.tokenizer={tokenizer.name_or_path}: is a slow tokenizer, which does not report the positions "
+                "of tokens in the text; use a fast tokenizer"
             )
         self.tokenizer, self.images = tokenizer, images
         self.max_length = section.max_length
@@ -76,7 +76,7 @@ class DocumentEncoder:
         if template:
             for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
             if section.thinking == "empty" and "enable_thinking" not in template:
-                raise UserError("dataset.thinking=empty: the chat template has no enable_thinking; use strip")
+                raise UserError("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip")
             self.chat = ChatEncoder(
                 tokenizer,
                 template,
@@ -96,7 +96,7 @@ class DocumentEncoder:
     def find_shape(
         self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
     ) -> tuple[Shape, dict[str, Any]]:
-        """Return a source's format, found from its first rows, and its first record.
+        """Detect a source's format from its first rows; return the format and the first record.
 
         Raises UserError if no row is readable.
         """
@@ -111,7 +111,7 @@ class DocumentEncoder:
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str
     ) -> dict[str, list[Any]]:
-        """Return the columns (columns.yaml) of a source's rows; the first row is record `first` (from 0)."""
+        """Return the columns (columns.yaml) of a source's rows; the first row is record number `first` (from 0)."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
             return self._encode_columns(rows, shape, where)
@@ -239,7 +239,7 @@ class DocumentEncoder:
     def _split(
         self, examples: Sequence[Example], documents: Sequence[Encoded]
     ) -> Iterator[tuple[Example, Encoded, bool]]:
-        """Split texts into parts of max_length tokens; yield documents and whether they continue the previous one.
+        """Split texts into parts of max_length tokens; yield each document and whether it continues the previous one.
 
         Each part starts with the last token of the previous part, so that every token but the first is a target once.
         """
@@ -272,7 +272,7 @@ class DocumentEncoder:
             if self.chat is None:
                 raise UserError(
                     f"{where[min(chats)]}: is a conversation, but the tokenizer has no chat template; set "
-                    "dataset.chat_template to a Jinja text or file, or model.tokenizer to a chat model's"
+                    "dataset.chat_template to a Jinja template, or model.tokenizer to a chat model"
                 )
             documents = self.chat.encode(list(chats.values()), [where[at] for at in chats])
             encoded.update(zip(chats, documents, strict=True))
@@ -293,7 +293,7 @@ def _sides(example: Example) -> list[Turns | Text]:
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
 ) -> "tuple[Dataset, SourceReport]":
-    """Return all documents of a source, memory-mapped from `file` (or one per worker next to it), and a report on it.
+    """Return a source's documents, memory-mapped from `file` (or a file per worker next to it), and a report on them.
 
     Raises UserError for the first record that cannot be read, unless bad records are skipped.
     """

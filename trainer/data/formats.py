@@ -24,7 +24,7 @@ SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + c
 
 @dataclass(frozen=True)
 class Shape:
-    """The format of a source, and the names of its fields in the records."""
+    """Holds the format of a source, and the names of its fields in the records."""
 
     format: str
     names: Mapping[str, str]
@@ -132,7 +132,7 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 def _find_preference_names(
     present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return the field names of pairs of answers; None without pairs, or if a field is a complete conversation.
+    """Return the field names of pairs of answers; None if there are no pairs, or if a field is a complete conversation.
 
     `configured` means that the configuration names one of the fields.
     """

@@ -27,9 +27,9 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class DataStats:
-    """Statistics of one pass over the data; `records` were read, the other fields count trained documents.
+    """Statistics of one pass over the data. Unless noted, counts cover trained documents; `records` counts all read.
 
-    `truncated` documents were cut to max_length. `dropped` records had no trained token, or none after the cut;
+    `truncated` documents were cut to max_length. `dropped` records had no trained token, or none after truncation;
     `too_long` records were dropped for their length. `empty` counts empty `answers`. `control` conversations have
     special tokens in a turn's text. `copies` equal an earlier document or, in held-out data, a training document.
     """
@@ -125,7 +125,7 @@ def read_columns(documents: Table) -> Columns:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Documents grouped to samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
+    """Groups documents into samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
 
     starts: Index
     members: Index
@@ -185,7 +185,7 @@ def count_held_out(section: DatasetSection, total: int) -> int:
 
 
 def repeat_by_weight(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
-    """Return each member floor(weight) times, and a random subset once more to reach the total.
+    """Return each member floor(weight) times, and a random subset once more for the fractional part of the weight.
 
     Raises UserError for a weight that results in no documents, or in too many.
     """
@@ -277,7 +277,7 @@ def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:
-        raise ValueError(f"document of {int(sizes.max())} tokens, capacity {capacity}")
+        raise ValueError(f"document of {int(sizes.max())} tokens exceeds the capacity {capacity}")
     packs: list[list[int]] = []
     # open_packs[room] has the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
     # the smallest sufficient room takes a shift and a bit trick, so total time is linear in the number of documents.

@@ -20,7 +20,7 @@ GRID = "image_grid_thw"
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """Image features of a batch, with the attribute names that transformers models read."""
+    """Holds the image features of a batch, with the attribute names that transformers models read."""
 
     pooler_output: Any = None
     deepstack_features: Any = None
@@ -47,7 +47,7 @@ class FeatureFiles:
         self.folder = folder
 
     def path(self, stored: bytes) -> Path:
-        """Return the path of an image's file (see `read_stored`), which may not exist yet."""
+        """Return the path of the features of a stored image (see `read_stored`); the file may not exist yet."""
         name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
         return self.folder / name[:2] / f"{name}.safetensors"
 
@@ -86,7 +86,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nest(tensors: dict[str, torch.Tensor], name: str) -> Any:
-    """Undo `_flatten`; return None if there are no such tensors."""
+    """Undo `_flatten`; return None if no tensor has this name."""
     if name in tensors:
         return tensors[name]
     entries = {int(key[len(name) + 1 :].partition(".")[0]) for key in tensors if key.startswith(f"{name}.")}

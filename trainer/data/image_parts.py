@@ -1,4 +1,4 @@
-"""Read and decode a conversation's images: parts of its turns, or a list of images for `<image>` in its texts."""
+"""Read and decode a conversation's images: parts of its turns, or a list of images for its `<image>` marks."""
 
 import base64
 import binascii
@@ -31,7 +31,7 @@ _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
 class ImageParts:
-    """The images of one record, collected while its turns are read."""
+    """Collects the images of one record while its turns are read."""
 
     def __init__(self, record: Mapping[str, Any], shape: Shape) -> None:
         names = (shape.names.get("images", "images"), "image")
@@ -45,7 +45,7 @@ class ImageParts:
         return IMAGE
 
     def read_marks(self, text: str) -> str:
-        """Replace `<image>` in a text with IMAGE if the record has a list of images."""
+        """Replace `<image>` in a string with IMAGE if the record has a list of images."""
         if self._name is None or IMAGE in text or MARK not in text:
             return text
         self._values += [None] * text.count(MARK)
@@ -110,7 +110,7 @@ def _decode_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: is not base64 ({error}); fix it") from None
+        raise UserError(f"{where}: is not valid base64 ({error}); fix it") from None
 
 
 def read_stored(stored: bytes) -> tuple[bytes, str]:
@@ -138,7 +138,7 @@ def has_changed(stored: bytes) -> bool:
 
 
 def decode_image(data: bytes, name: str) -> Any:
-    """Decode an image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
+    """Decode an image as upright RGB, on white if it is transparent. Raises UserError if it is damaged."""
     from PIL import Image, ImageOps
 
     try:

@@ -1,6 +1,6 @@
 """Find the turn of each character of a rendered chat, for any chat template.
 
-A chat template is a program. It may put a system prompt before the first turn, trim texts, or drop the reasoning of
+A chat template is a program. It may put a system prompt before the first turn, trim content, or drop the reasoning of
 all but the last answer. So a conversation rendered up to turn i is not always a prefix of the complete rendering, and a
 turn's text may not occur in it. But all templates loop over the messages. `mark_template` puts a marker at the start of
 each loop body and after each loop; in the rendering, the markers show where every turn begins and ends. `{% generation
@@ -48,7 +48,7 @@ class Marked:
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:
-    """Return the template with markers at the start of each loop body and generation block, and after its end.
+    """Return the template with markers at the start of each loop body and generation block, and after each end.
 
     Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
     """
@@ -169,7 +169,7 @@ def _mark(name: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return an output expression for a text; Jinja reads backslashes in strings like Python."""
+    """Return a Jinja expression that outputs a string; Jinja handles backslashes in strings as Python does."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return "{{ '" + escaped + "' }}"
 

@@ -28,7 +28,7 @@ DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers, each with the same prompt before it; only the answers are trained."""
+    """Holds two answers, each preceded by the same prompt; only the answers are trained."""
 
     chosen: Turns | Text
     rejected: Turns | Text
@@ -41,8 +41,8 @@ class Pair:
 def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Pair:
     """Read a record of the format `preference`.
 
-    Answers are texts, turns, or complete conversations that begin with the same turns. Raises UserError, starting with
-    `where`, for missing, empty or equal answers, different prompts, and a margin that is not a number.
+    Answers are strings, lists of turns, or complete conversations that begin with the same turns. Raises UserError,
+    starting with `where`, for missing, empty or equal answers, different prompts, and a margin that is not a number.
     """
     fields = Fields(record)
     answers = [_read_answer(fields, shape.names[name], where) for name in SIDES]
@@ -107,7 +107,7 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
 def _join_answer(
     system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, shape: Shape, where: str, *, chat: bool
 ) -> Turns | Text:
-    """Join a prompt and its answer, the field `completion`. Raises UserError if it is empty or not an answer."""
+    """Join a prompt and its answer, the field `completion`. Raises UserError if the field has no answer."""
     name = shape.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
@@ -125,9 +125,9 @@ def _read_answer(record: Mapping[str, Any], name: str, where: str) -> Any:
     if isinstance(answer, Mapping):
         return [answer]
     if isinstance(answer, list) and isinstance(next(iter(answer), None), str):
-        raise UserError(f"{where}: {name} is a list of texts; keep one of them")
+        raise UserError(f"{where}: {name} is a list of strings; keep one of them")
     if not isinstance(answer, str | list):
-        raise UserError(f"{where}: {name} is missing, or neither text nor turns; add an answer, or remove the record")
+        raise UserError(f"{where}: {name} is missing, or not a string or turns; add an answer, or remove the record")
     return answer
 
 
@@ -153,7 +153,7 @@ def _find_common_start(answers: Sequence[Any], where: str) -> Any:
     if isinstance(chosen, str) and isinstance(rejected, str):
         return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
     if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise UserError(f"{where}: one of chosen and rejected is text and the other has turns; use one form for both")
+        raise UserError(f"{where}: one of chosen and rejected is a string and the other a list; use one form for both")
     if not equal:
         raise UserError(f"{where}: chosen and rejected begin with different turns; begin both with the same prompt")
     return chosen[:equal]
@@ -168,7 +168,7 @@ def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
         for turns in (common, [{"content": field_prompt}] if isinstance(field_prompt, str) else field_prompt or ())
     )
     if isinstance(common, list) and not field_texts <= common_texts:
-        raise UserError(f"{where}: prompt differs from the prompt in chosen and rejected; remove it, or correct them")
+        raise UserError(f"{where}: prompt differs from the prompt in chosen and rejected; remove prompt, or fix both")
 
 
 def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:

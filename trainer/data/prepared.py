@@ -11,7 +11,7 @@ from trainer.data.vision import ImageReader
 
 @dataclass(frozen=True)
 class Prepared:
-    """Results of the checks before training."""
+    """Holds the results of the checks before training."""
 
     tokenizer: Any
     model_config: Any

@@ -1,4 +1,4 @@
-"""Prompts from files, in all formats of training data."""
+"""Read prompts from files in any format of training data."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -29,9 +29,9 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
 
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
-    """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts.
+    """Yield the prompts of `logging.sample_prompts`: the prompts themselves, or data files with prompts.
 
-    A single word with the suffix of a data file names a file. Raises UserError if it does not exist.
+    A single word with the suffix of a data file names a file. Raises UserError if that file does not exist.
     """
     for text in texts:
         is_file = get_data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
@@ -39,7 +39,7 @@ def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
 
 
 def format_prompt(prompt: Prompt) -> str:
-    """Format a prompt for display: a text, or the last turn of a conversation."""
+    """Format a prompt for display: the string itself, or the last turn of a conversation."""
     if isinstance(prompt, str):
         return prompt
     return str((prompt.messages if isinstance(prompt, Turns) else prompt)[-1]["content"])
@@ -50,10 +50,10 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     if name is None:
         fields = join_names(field for field, value in record.items() if value)
         raise UserError(
-            f"{where}: has no prompt (the record has {fields}); write a text as `prompt`, or turns as `messages`"
+            f"{where}: has no prompt (the record has {fields}); add a string `prompt`, or turns as `messages`"
         )
     if not isinstance(record[name], str | list):
-        raise UserError(f"{where}: {name} is {describe_type(record[name])}; write a text, or a list of turns")
+        raise UserError(f"{where}: {name} is {describe_type(record[name])}; it must be a string or a list of turns")
     context = {key: record[key] for key in ("system", "system_prompt", "tools") if record.get(key)}
     if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):
         if context:

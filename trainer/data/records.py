@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, which may be empty, and its completion, without a chat template."""
+    """A prompt, which may be empty, and its completion, both used without a chat template."""
 
     prompt: str
     completion: str
@@ -68,7 +68,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records of a field, so that `unread` includes their fields."""
+        """Wrap the records in a field, so that `unread` includes their unread fields."""
         wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
         return wrapped
@@ -83,7 +83,7 @@ class Fields(Mapping[str, Any]):
 
 
 def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
-    """Return for each trained answer whether it is nonempty; a text without a prompt is not an answer."""
+    """Return, for each trained answer, whether it is nonempty; a completion without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
     if not train_on & {"assistant", "all"}:
@@ -96,7 +96,7 @@ def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
 
 
 def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
-    """Convert a record to a conversation or a text, with the names of unused fields.
+    """Convert a record to a conversation, or a prompt with its completion, with the names of unused fields.
 
     Raises UserError, starting with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
     conversations get it when they are rendered.
@@ -107,7 +107,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prom
 
 
 def find_prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
-    """Return the form of a source's text prompts, with `{system}` and `{prompt}`; None if it has conversations."""
+    """Return a source's prompt format, with `{system}` and `{prompt}`; None if the source has conversations."""
     pair = shape.names.values() if shape.format in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
     if turns or shape.format in ("messages", "sharegpt") or (shape.format == "alpaca" and shape.alpaca_as_chat):
@@ -169,7 +169,7 @@ def read_system(record: Mapping[str, Any], shape: Shape, where: str) -> str | No
 
 
 def _insert_system(messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str) -> list[str]:
-    """Insert the record's system prompt before its turns; return its field if another system turn takes precedence."""
+    """Insert the record's system prompt before its turns; return its field name if a system turn takes precedence."""
     system = read_system(record, shape, where)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [shape.names.get("system", "system")]
@@ -185,7 +185,7 @@ def prepend_system(system: str | None, prompt: str) -> str:
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
-    """Read a prompt and a completion, lists of turns or texts, as a conversation; only the completion has a loss."""
+    """Read a prompt and a completion (lists of turns, or strings) as a conversation; only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -198,7 +198,7 @@ def _read_turns(
 ) -> Turns:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
-    `parts`: (list of turns, column, name in messages, whether the turns have a loss).
+    `parts` has tuples (list of turns, column, name in error messages, whether the turns have a loss).
     """
     images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
@@ -230,7 +230,7 @@ def build_alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> 
     instruction = _read_text(record, shape.names["instruction"], where)
     extra = record.get(shape.names["input"]) or ""
     if not isinstance(extra, str):
-        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}; write a text")
+        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}; use a string")
     if shape.alpaca_as_chat:
         return f"{instruction}\n\n{extra}" if extra else instruction
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
@@ -291,7 +291,7 @@ def _read_message(
 
 
 def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
-    """Return the turn weights that are not 1; turns count from `first`. Raises UserError unless all are in [0, 1]."""
+    """Return turn weights other than 1; turns are numbered from `first`. Raises UserError unless all are in [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -307,14 +307,14 @@ def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
 
 
 def _read_content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
-    """Return a text, or OpenAI's list of parts joined into one text, with IMAGE for each image."""
+    """Return string content, or OpenAI's list of parts joined into one string, with IMAGE for each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them, or set their type")
     if not isinstance(content, str | None):
-        raise UserError(f"{where}: {key} is {describe_type(content)}; write a text")
+        raise UserError(f"{where}: {key} is {describe_type(content)}; use a string")
     return content or ""
 
 
@@ -340,7 +340,7 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Read tool definitions: a list of JSON schemas, or the list as a JSON string."""
+    """Read tool definitions: a list of JSON schemas, or a JSON string of such a list."""
     value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", where)
     if not value:
         return None
@@ -354,7 +354,7 @@ def _read_list(value: Any, name: str, where: str) -> list[Any]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parse_json(value, f"{name} is", where)
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} is {describe_type(value)}; write a list")
+        raise UserError(f"{where}: {name} is {describe_type(value)}; use a list")
     return value
 
 
@@ -369,5 +369,5 @@ def _parse_json(value: Any, subject: str, where: str) -> Any:
 def _read_text(record: Mapping[str, Any], name: str, where: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} is {describe_type(value)}; write a text")
+        raise UserError(f"{where}: {name} is {describe_type(value)}; use a string")
     return value

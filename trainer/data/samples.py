@@ -108,7 +108,7 @@ class SampleStream:
 
 
 def split_row_length(tokens: int, rejected: int) -> list[int]:
-    """Return a row's document lengths: a single one, or both of a pair, the second being `rejected`."""
+    """Return the lengths of a row's documents: one document, or a pair whose second document has `rejected` tokens."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 
@@ -122,7 +122,7 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
 
 
 def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Yield (weight, text) for each run of tokens with equal weights, since a character may span several tokens.
+    """Decode runs of tokens with equal weights, since a character may span several tokens; yield (weight, text).
 
     Repeated image tokens are shown once, with their count.
     """

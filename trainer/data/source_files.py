@@ -30,7 +30,7 @@ def build_source(path: str, label: str, **settings: Any) -> SourceSection:
 
 
 def read_template(configured: str) -> str:
-    """Return the template that dataset.chat_template contains or names as a file. Raises UserError if there is none."""
+    """Return the template in dataset.chat_template, or in the file that it names. Raises UserError if there is none."""
     if "{" in configured:
         return configured
     if not configured.strip():
@@ -51,7 +51,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
-            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove one of them")
+            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove data_files")
         if get_data_suffix(local) not in READERS:
             suffix = local.suffix or "a file without a suffix"
             is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")

@@ -112,7 +112,7 @@ def no_records_error(source: SourceSection, label: str) -> UserError:
 
 
 def find_local_path(source: SourceSection, label: str) -> Path | None:
-    """Return the path on this machine, None for a hub name. Raises UserError for a local path that does not exist."""
+    """Return the path on this machine; None for a hub name. Raises UserError for a local path that does not exist."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
@@ -320,7 +320,7 @@ def parse_split_names(split: str, label: str) -> list[str]:
 def read_split(
     split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
 ) -> "Dataset | IterableDataset":
-    """Return the records of a split; `read(name)` reads all records of a name. Raises UserError for an empty part."""
+    """Return the records of a split; `read(name)` reads one split completely. Raises UserError for an empty part."""
     from datasets import concatenate_datasets
 
     names = parse_split_names(split, label)
@@ -357,7 +357,7 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
 def disable_retries_without_network(name: str) -> None:
     """Disable retries if the hub cannot be reached; call this before looking up `name` on the hub.
 
-    huggingface_hub would try six times in 23 s for every file, even for cached ones.
+    huggingface_hub would try each file six times within 23 s, even if it is cached.
     """
     if not Path(name).exists():
         _disable_retries_without_network()

@@ -46,18 +46,18 @@ class StaticShape:
 
 
 def round_up(count: int) -> int:
-    """Round up to a multiple of 2^floor(log2 count) / PARTS, which adds at most 1 / PARTS."""
+    """Round up to a multiple of 2^floor(log2 count) / PARTS, which adds at most the fraction 1 / PARTS."""
     unit = max(1, (1 << count.bit_length() - 1) // PARTS)
     return -(-count // unit) * unit
 
 
 def measure_sizes(batch: MicroBatch) -> tuple[int, int]:
-    """Return L and K of an unpadded batch."""
+    """Return the row length L and the number of head positions K of an unpadded batch."""
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
 def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """Choose the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded."""
+    """Choose the shape to which a batch is padded; sizes equal to the `usual` (L, K) are not padded."""
     rows, (unpadded_length, unpadded_targets) = len(batch.input_ids), measure_sizes(batch)
     length = unpadded_length if unpadded_length == usual[0] else round_up(unpadded_length)
     unit = max(1, length // HEAD_PARTS)

@@ -19,7 +19,7 @@ def steps_per_epoch(samples: int, global_batch_size: int) -> int:
 
 
 def count_steps(training: TrainingSection, samples: int | None, world_size: int) -> int | None:
-    """Return the optimizer steps of the run; None for an endless stream, or while the micro-batch is undecided."""
+    """Return the number of optimizer steps of the run; None for an endless stream or an unresolved micro-batch."""
     if training.max_steps is not None:
         return training.max_steps
     if not samples or (training.batch_size == AUTO and training.global_batch_size in (None, AUTO)):
@@ -44,8 +44,8 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
     """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation.
 
     `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, with at least ENOUGH_STEPS steps. It depends on
-    the number of ranks only if that exceeds it, or is not a power of two. A micro-batch that does not divide a rank's
-    part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
+    the number of ranks only if that number is larger, or not a power of two. A micro-batch that does not divide a
+    rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:
@@ -70,7 +70,7 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
 
 
 def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """Return the configuration with evals_per_epoch and saves_per_epoch converted to steps; needs the global batch.
+    """Return the configuration with evals_per_epoch and saves_per_epoch converted to steps, given the global batch.
 
     With best_checkpoint, saves coincide with evaluations.
     """
@@ -132,7 +132,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
     if warmup >= total:
         raise UserError(
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
-            "steps; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
+            "steps; use fewer, or training.warmup_ratio, which is a fraction of all steps"
         )
     _check_schedule(training, warmup, total)
     warnings = []
@@ -149,7 +149,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
 
 
 def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
-    """Yield a warning for each period that is longer than the run, and for patience that outlasts its evaluations."""
+    """Yield a warning for each period longer than the run, and for early-stopping patience that cannot run out."""
     training, patience = config.training, config.training.early_stopping
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
     compares = training.best_checkpoint or patience is not None

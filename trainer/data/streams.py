@@ -73,7 +73,7 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
 
 
 class SourceStream:
-    """The documents of one pass over a source, except records without trained tokens."""
+    """Yields the documents of one pass over a source, except records without trained tokens."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class SourceStream:
 
 
 class MixedStream:
-    """Documents drawn from sources by weight; a source that ends restarts until all have ended once."""
+    """Draws documents from sources by weight; a source that ends restarts until all have ended once."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Read the records of JSON, CSV and text files without guessing types.
 
-A record is passed on as one JSON text (`RAW`) until `parse_row` decodes it, so that `007`, `NA` and `2024-01-01` stay
+A record is passed on as one JSON string (`RAW`) until `parse_row` decodes it, so that `007`, `NA` and `2024-01-01` stay
 unchanged and records of one file may differ in their fields. A line that cannot be read is passed on as its error
-message, which `parse_row` raises: the caller decides whether to stop or to skip it. Mistakes that concern an entire
-file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
+message, which `parse_row` raises: the caller decides whether to stop or to skip it. Errors that concern an entire
+file raise UserError at once. Messages name the file, the line and the offset of bytes that are not text.
 """
 
 import codecs
@@ -29,7 +29,7 @@ csv.field_size_limit(sys.maxsize)  # an answer in a cell may be longer than the 
 
 
 class _BadLine(str):
-    """The message for a line that cannot be read."""
+    """An error message in place of a line that cannot be read."""
 
 
 def read_raw_records(
@@ -173,7 +173,7 @@ def _read_json_records(file: Path, where: str) -> Iterator[str]:
 
 
 def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
-    """Parse the JSON that starts at `line` of a file. Raises UserError."""
+    """Parse the JSON that starts at `line` of a file. Raises UserError if it is invalid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -203,7 +203,7 @@ def _read_json_items(value: Any, file: Path, where: str) -> Iterator[str]:
 
 
 def _read_csv_records(file: Path, where: str) -> Iterator[str]:
-    """Yield a record per row: cells as text, with the first line as their names."""
+    """Yield a record per row: cells as strings, with field names from the first line."""
     lines = _read_lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
     separator = "\t" if get_data_suffix(file) == ".tsv" else detect_separator(sniffed)
@@ -228,14 +228,14 @@ def _read_csv_records(file: Path, where: str) -> Iterator[str]:
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
             problem = f"has {len(cells)} cells, but the first line has {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; quote texts that contain it, and remove lines above the names")
+            yield json.dumps(f"{place} {problem}; quote cells that contain it, and remove lines above the names")
     except csv.Error as error:
-        fix = 'begin and end a quoted text with ", and write a " inside it twice'
+        fix = 'begin and end a quoted cell with ", and write a " inside it twice'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None
 
 
 def detect_separator(lines: list[str]) -> str:
-    """Return the separator that splits the first line into the most cells, by default the comma."""
+    """Return the separator that splits the first line into the most cells; a comma if none splits it."""
     first = [line for line in lines if line.strip()][:1]
     cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}
     return max(SEPARATORS, key=lambda separator: cells[separator])

@@ -1,4 +1,4 @@
-"""Encode texts with trained character spans as token ids with weights, and check them by decoding."""
+"""Tokenize texts, convert trained character spans to weights of tokens, and check the tokens by decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def encode_spans(
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
 ) -> list[Encoded]:
-    """Encode prompt and completion as one text, with beginning-of-text and end-of-text token; train the completion.
+    """Encode prompt and completion as one string, with beginning- and end-of-text tokens; train the completion.
 
     The end-of-text token is trained, so that the model learns to stop. `user` or `all` in `train_on` trains the prompt
     too.
@@ -95,7 +95,7 @@ def _refuse_surrogates(text: str, where: str) -> None:
 
 
 def find_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the beginning-of-text token if the tokenizer puts it before plain text; None otherwise."""
+    """Return the beginning-of-text token if the tokenizer adds it to plain text; None if it does not."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id
     return bos if isinstance(bos, int) and first == [bos] else None

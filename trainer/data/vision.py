@@ -1,4 +1,4 @@
-"""Images of conversations: their tokens in a text, and the model inputs of a batch.
+"""Images of conversations: their tokens in the rendered text, and the model inputs of a batch.
 
 The model's processor (transformers) computes both. Image tokens carry no loss.
 """
@@ -31,12 +31,12 @@ TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
 
 
 class ImageReader:
-    """A vision-language model's processor, without its video part; can be pickled for workers."""
+    """Wraps a vision-language model's processor, without its video part; can be pickled for workers."""
 
     def __init__(
         self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any], token_id: int
     ) -> None:
-        """`token_id` is the token that the model replaces by image features."""
+        """Set up the reader; `token_id` is the token that the model replaces with image features."""
         self._arguments = processor_class, image_processor, tokenizer, settings, token_id
         self._processor = _build_processor(processor_class, image_processor, tokenizer, settings)
         self._images = image_processor
@@ -70,8 +70,8 @@ class ImageReader:
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(
-                f"{where}: the text has {self.token} {len(starts)} times, but {len(stored)} images; remove it from the "
-                "turns, or set dataset.chat_template to a template that writes images"
+                f"{where}: the text has {self.token} {len(starts)} times, but there are {len(stored)} images; "
+                "remove it from the turns, or set dataset.chat_template to a template that writes images"
             )
         data = [self._read(image, f"{where}, image {number}") for number, image in enumerate(stored, start=1)]
         images = [decode_image(content, name) for content, name in data]
@@ -80,7 +80,7 @@ class ImageReader:
         return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
-        """Return the inputs of a model with this `dtype` for images, in order, except token ids."""
+        """Return a model's inputs for images, in order, except token ids; `dtype` is the model's dtype."""
         images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
         inputs, _ = self._process(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
@@ -148,13 +148,13 @@ def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tu
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt, in order (see `store_image`)."""
+    """Holds the images of a prompt, in order (see `store_image`)."""
 
     reader: ImageReader
     stored: tuple[bytes, ...]
 
     def insert(self, text: str) -> str:
-        """Return a rendered prompt with the tokens of the images. Raises UserError if an image cannot be read."""
+        """Replace placeholders in a rendered prompt with image tokens. Raises UserError if an image cannot be read."""
         return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
 
     def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:

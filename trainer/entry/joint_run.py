@@ -1,7 +1,7 @@
-"""Train several adapters on one base (`adapters`): each is a `Run` with its own data, loop and folder, in joint passes.
+"""Train several adapters on one base (`adapters`): each is a `Run` with its data, loop and folder; passes are joint.
 
 A joint step is one step of each adapter, with the same gradient, clipping, schedule and random numbers as in a separate
-run. Each adapter's folder is the same as a separate run's, so it may resume without the others, or with new ones.
+run. Each adapter's folder is the same as a separate run's, so each can resume without the others or with new ones.
 """
 
 import copy
@@ -52,7 +52,7 @@ SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp"
 
 
 class AdapterEngine:
-    """The engine as one adapter's run sees it: only the adapter's optimizer group, with separate step counts."""
+    """Wraps the engine for one adapter's run, with only the adapter's optimizer group and separate step counts."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
@@ -80,7 +80,7 @@ class _Member:
 
 
 class JointRun:
-    """Trains the adapters of a run in joint passes; every rank has one."""
+    """Trains the adapters of a run in joint passes; every rank creates a `JointRun`."""
 
     def __init__(
         self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
@@ -101,7 +101,7 @@ class JointRun:
             self.runs.append(run)
 
     def train(self) -> None:
-        """Train all adapters; every rank must call it. Raises FloatingPointError at the end if some failed."""
+        """Train all adapters; every rank must call it. Raises FloatingPointError at the end if any failed."""
         self._join()
         for run in self.runs:
             run.find_checkpoint()
@@ -158,8 +158,8 @@ class JointRun:
         steps = {resolved.training.gradient_accumulation_steps for resolved in configs}
         if len(steps) > 1:
             raise UserError(
-                f"training.global_batch_size: gives adapters {' and '.join(map(str, sorted(steps)))} micro-steps per "
-                "step; set training.gradient_accumulation_steps for all adapters, and batch_size for each"
+                f"training.global_batch_size: adapters would have {' and '.join(map(str, sorted(steps)))} micro-steps, "
+                "but need equal numbers; set training.gradient_accumulation_steps for all, and batch_size for each"
             )
         kind = find_model_kind(config)
         longest = max(self.runs, key=lambda run: _find_max_length(run.prepared))
@@ -239,7 +239,7 @@ class JointRun:
             self._display.print_line(step, {"train/loss": loss})
 
     def _call_loop(self, member: _Member, call: Callable[[Loop], object]) -> None:
-        """Call a method of an adapter's loop; if its loss is not finite, only this adapter fails."""
+        """Call a method of an adapter's loop; if the adapter's loss is not finite, only this adapter fails."""
         if member.failure is not None:
             return
         try:
@@ -297,7 +297,7 @@ class JointRun:
     ) -> None:  # fmt: skip
         """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
 
-        `penalty_scale` is the number of micro-steps in the last one, which adds the SCU's penalties; 0 in the others.
+        In the last micro-step, which adds SCU penalties, `penalty_scale` is the number of micro-steps; before, it is 0.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
@@ -324,7 +324,7 @@ class JointRun:
     def _compute_losses(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], merged: MicroBatch
     ) -> torch.Tensor:
-        """Return the summed loss of each adapter; preferences have the loss and beta of their adapter."""
+        """Return the summed loss of each adapter; preference pairs use the loss function and beta of their adapter."""
         engine, loss = self._engine, self._loss
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):
@@ -367,7 +367,7 @@ class JointRun:
 def _count_targets(
     batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return, per adapter and summed over ranks, [N, 5]: target weight, targets, tokens, stop and save requests."""
+    """Return sums over ranks [N, 5], by adapter: target weight, targets, tokens, stop and save requests."""
     rows = []
     for micro_batches, requested in zip(batches, requests, strict=True):
         sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]

@@ -1,4 +1,4 @@
-"""Run a rank that starts before the checks (trainer/contract/rank_arguments.py), until its start message.
+"""Run a prestarted rank (trainer/contract/rank_arguments.py): import, check and wait for the start message.
 
 Every rank imports the libraries. Rank 0 checks the run and prepares the data; the others read the model's files.
 Training reuses the results. Nothing is written to the run's folder.

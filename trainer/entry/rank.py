@@ -31,7 +31,7 @@ from trainer.setup.preflight import check_folder, prepare
 def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int:
     """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
-    Preempted and stopped runs are saved. `prepared` is data that this process has already prepared, or model files.
+    Preempted and stopped runs are saved. `prepared` has the data or model files that this process has already prepared.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
 
 
 def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
-    """Take or join the lock of the run's folder on rank 0; other ranks wait for it unless the launcher holds it."""
+    """Acquire or join the lock of the run's folder on rank 0; other ranks wait for it unless the launcher holds it."""
     run_dir = Path(config.output_dir)
 
     def take() -> FolderLock:

@@ -22,7 +22,7 @@ UNFUSED_LOSS_BYTES = 12
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes and kernels of one micro-step on one rank."""
+    """Holds the sizes and kernels of one micro-step on one rank."""
 
     rows: int
     targets: int
@@ -38,7 +38,7 @@ class Work:
 
     @property
     def larger_pass(self) -> int:
-        """Rows of the larger of the two backward passes."""
+        """Rows of the larger backward pass, either of training rows or of reference rows."""
         return max(self.rows - self.reference_rows, self.reference_rows)
 
     @property
@@ -65,9 +65,9 @@ class Activations:
 
 
 def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
-    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes that training keeps.
+    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes kept to train it.
 
-    A layer is counted as the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
+    A layer needs the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     modules = [module for path in find_non_text_modules(base) for module in base.get_submodule(path).modules()]
@@ -112,7 +112,7 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
 
 
 def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
-    """Return the bytes of layer inputs that host memory has room for; the others stay on the device."""
+    """Return the bytes of the layer inputs that fit in host memory; the other inputs stay on the device."""
     total = 0
     for size in inputs:
         total += size if room is None or total + size <= room else 0

@@ -24,7 +24,7 @@ def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Ch
 def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
     """Return an error message with the needed and the available memory, and suggested changes.
 
-    `where` is the verb before the available memory, such as `has free`.
+    `where` is the verb phrase before the available memory, such as `has free`.
     """
     estimate = planner.estimate(config)
     advice = suggest_changes(planner, config, memory)

@@ -39,7 +39,7 @@ EIGHT_BIT_FLOOR = 4096
 
 @dataclass(frozen=True)
 class Estimate:
-    """The peak memory in bytes, by purpose; the terms add up to `peak`."""
+    """Breaks down the peak memory in bytes by purpose; the terms add up to `peak`."""
 
     terms: dict[str, int]
     moment: str
@@ -76,7 +76,7 @@ class Estimate:
 def estimate(
     shapes: Shapes, work: Work | None, placement: Placement, activations: Activations, tower: int = 0
 ) -> Estimate:
-    """Estimate the memory of one rank; `work` is None without a head.
+    """Estimate the memory of one rank; `work` is None for models without an LM head.
 
     `tower`: bytes that a vision tower needs before the language model runs.
     """
@@ -129,7 +129,7 @@ def trained_weight_bytes(shapes: Shapes, placement: Placement) -> int:
 def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of gradients accumulated from earlier micro-steps, partitioned at stage 2 or higher.
 
-    DeepSpeed's own stage 3 always allocates them, on the host if the optimizer is offloaded.
+    DeepSpeed's stage 3 always allocates them, on the host if the optimizer is offloaded.
     """
     by_module = placement.zero.stage == 3 and not placement.by_layer
     if placement.zero.offload_optimizer if by_module else placement.training.gradient_accumulation_steps == 1:
@@ -138,7 +138,7 @@ def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
-    """Return the bytes per trained element of the optimizer's moments; 8-bit ones have a scale per 256 elements."""
+    """Return the bytes per trained element of the optimizer's moments; 8-bit moments have a scale per 256."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
         return len(kind.state) * (1.0 + FP32 / 256)
@@ -159,7 +159,7 @@ def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def largest_trained_tensor(shapes: Shapes, placement: Placement) -> int:
-    """Return the elements of the largest trained tensor: all LoRA factors if they are one buffer."""
+    """Return the number of elements of the largest trained tensor: all LoRA factors if they share a buffer."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
@@ -171,7 +171,7 @@ def bucket_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
+    """Return the bytes in use at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
 
     There is one bucket, or two if communication overlaps.
     """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of the ranks, and the precision: bf16, fp16 or fp32."""
+    """Describes the devices of the ranks, and the precision: bf16, fp16 or fp32."""
 
     world_size: int
     on_gpu: bool
@@ -46,7 +46,7 @@ class Machine:
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Return a machine with all kernels, except mamba-ssm's if it is not installed here."""
+        """Return a machine that has all kernels, those of mamba-ssm only if it is installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
@@ -100,7 +100,7 @@ class Decisions:
         return {name: {"value": choice.value, "reason": choice.reason} for name, choice in vars(self).items()}
 
     def format_summary(self) -> str:
-        """Format the decisions that no other line on the console shows."""
+        """Format the decisions that are not shown elsewhere on the console."""
         shown = {
             "attention": self.attention,
             "attention recomputed": self.attention_again,
@@ -164,17 +164,17 @@ def _choose_attention(config: RunConfig, machine: Machine, model: ModelPropertie
     if requested != "auto":
         return Decision(requested, "as configured")
     if config.parallel.sequence > 1:
-        return Decision(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
+        return Decision(VARLEN, f"parallel.sequence: {config.parallel.sequence} ranks exchange attention heads")
     if model is not None and model.sinks and model.registry and config.dataset.packing:
-        return Decision(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
+        return Decision(VARLEN, "" if machine.flash else "attention sinks are computed per document in plain torch")
     if model is not None and not model.sdpa:
-        return Decision("eager", "the model supports nothing else")
+        return Decision("eager", "the model supports no other attention")
     if not config.dataset.packing:
         return Decision("sdpa")
     if not machine.flash:
-        return Decision("sdpa", "packed documents are masked: no flash attention")
+        return Decision("sdpa", "without flash attention, packed documents need a mask")
     if model is not None and not model.registry:
-        return Decision("sdpa", "packed documents are masked: the model's attention cannot be replaced")
+        return Decision("sdpa", "packed documents need a mask, because the model's attention cannot be replaced")
     return Decision(VARLEN)
 
 
@@ -184,7 +184,7 @@ def _choose_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
     if not machine.on_gpu:
         return Decision(False, "no GPU")
     if config.training.torch_compile:
-        return Decision(False, "torch.compile fuses them")
+        return Decision(False, "torch.compile fuses these operators")
     if config.ops.backend not in ("auto", "cuda"):
         return Decision(False, f"ops.backend: {config.ops.backend}")
     return Decision(machine.own_kernels, "" if machine.own_kernels else "the CUDA kernels are not built")
@@ -214,7 +214,7 @@ def _choose_siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
     if _choose_adapters(config, machine).value in ("none", "peft"):
         return Decision(False)
     if config.training.qat:
-        return Decision(False, "training.qat: each has a separate merged weight")
+        return Decision(False, "training.qat: each projection has a separate merged weight")
     if config.zero.stage == 3 and not gathers_by_layer(config):
         return Decision(False, "zero.gather: module gathers each adapted layer separately")
     if config.training.torch_compile:
@@ -242,7 +242,7 @@ def _choose_attention_again(config: RunConfig) -> Decision[bool]:
         return Decision(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
     if not training.recompute_attention:
         where = "in host memory" if training.offload_activations else "on the device"
-        return Decision(False, f"its output and log-sum-exp are kept {where}")
+        return Decision(False, f"attention's output and log-sum-exp are kept {where}")
     return Decision(True)
 
 

@@ -32,7 +32,7 @@ CaptionShapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ImagePlanner(Planner):
-    """Estimates for variants of a run on an image model; `lengths` count an image as one token."""
+    """Estimates the memory of configurations of an image model; `lengths` count an image as one token."""
 
     pipeline: Pipeline
     text: CaptionShapes

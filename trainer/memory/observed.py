@@ -41,7 +41,7 @@ SCAN = "mamba2_chunk_scan"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Properties of a run that determine, together with the number of rows, which tensors a layer keeps."""
+    """Holds the properties of a run that determine, with the number of rows, which tensors a layer keeps."""
 
     length: int
     """Tokens of the longest row, padding included."""
@@ -87,7 +87,7 @@ class Layer:
     """Outputs and log-sum-exps of attention."""
 
     def extrapolate(self, double: "Layer", steps: float) -> "Layer":
-        """Add `steps` times the difference to `double`: weights and their gradients do not grow with the rows."""
+        """Add `steps` times the difference to `double`, which excludes constant parts: weights and their gradients."""
         pairs = zip(astuple(self), astuple(double), strict=True)
         return Layer(*(single + int(steps * (double - single)) for single, double in pairs))
 
@@ -141,7 +141,7 @@ class _Complete(Exception):
 
 
 class NoEstimate(UserError):
-    """The model's code does not run without weights."""
+    """Raised if the model's code does not run without weights."""
 
     def __init__(self, error: Exception) -> None:
         self.reason = one_line(f"{type(error).__name__}: {error}")
@@ -185,7 +185,7 @@ def forbid_triton() -> Iterator[None]:
     """Raise RuntimeError if a layer would launch a Triton kernel within the block."""
 
     def run(*_: Any, **__: Any) -> None:
-        raise RuntimeError("its layers launch Triton kernels")
+        raise RuntimeError("the model's layers launch Triton kernels")
 
     try:
         from triton.runtime.jit import JITFunction

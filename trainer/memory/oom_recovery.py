@@ -1,7 +1,7 @@
 """Out-of-memory errors in a step: restart with half the micro-batch and twice the accumulation, or suggest fixes.
 
 The loss curve does not change, because a step trains on the same samples however they are split. The other ranks may
-be waiting in a collective, where no message reaches them. The rank therefore writes a note and exits; the launcher
+be waiting in a collective, where no message reaches them. So the failed rank writes a note and exits; the launcher
 restarts all ranks from the newest checkpoint, as after any other failure (launcher/supervision/restarts.py).
 """
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory(UserError):
-    """A step did not fit in memory; with `exit_code` EXIT_RESTART, the launcher restarts as the restart note says."""
+    """Raised if a step runs out of memory; if `exit_code` is EXIT_RESTART, the launcher follows the restart note."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class OutOfMemory(UserError):
 
 
 class Recovery:
-    """Guards the steps of a run according to `training.on_oom`."""
+    """Handles out-of-memory errors in the steps of a run according to `training.on_oom`."""
 
     def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
         self._config, self._world_size, self._planner = config, world_size, planner

@@ -40,7 +40,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sizes of the samples: the largest number of tokens and of targets, and the number of samples."""
+    """Holds the sizes of the samples: the largest number of tokens and of targets, and the number of samples."""
 
     longest: int
     targets: int
@@ -52,12 +52,12 @@ class Lengths:
 
     @classmethod
     def assume(cls, config: RunConfig) -> "Lengths":
-        """Return the maximum length for every sequence, for use without data."""
+        """Return lengths for use without data: every sequence has the maximum length."""
         return cls(config.dataset.max_length, targets=config.dataset.max_length)
 
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples and scu.reference texts; for a stream or None, assume them."""
+        """Return the lengths of prepared samples and scu.reference texts; for a stream or None, call `assume`."""
         if not hasattr(samples, "lengths"):
             return cls.assume(config)
         tokens, targets = samples.lengths()
@@ -67,7 +67,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration after some changes, with its estimate or the reason why it is refused."""
+    """Holds a changed configuration with its estimate, or with the reason why it is refused."""
 
     config: RunConfig
     changes: Changes
@@ -124,7 +124,7 @@ class Planner:
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
 
-        Weights are gathered in the forward and in the backward pass of each micro-step. Gradients are summed in a ring.
+        Weights are gathered in the forward and backward passes of each micro-step. Gradients use a ring all-reduce.
         """
         decided, machine = self.build_decisions(config), self.machine
         placement = self._build_placement(config, decided)
@@ -175,7 +175,7 @@ class Planner:
         return LARGEST_BATCH
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch within `memory` bytes, less `SPARE` for several rows; 0 if none fits."""
+        """Return the largest micro-batch that fits `memory`, with `SPARE` of the peak left if above 1; 0 if none."""
         fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -237,7 +237,7 @@ class Planner:
         return host if fits else apply_changes(config, {"zero.shard_within": "all"})
 
     def _choose_stage(self, config: RunConfig, memory: int | None) -> int:
-        """Return the lowest stage that fits, or CPU_STAGE without a GPU; if not possible, the highest allowed one."""
+        """Return the lowest stage that fits, or CPU_STAGE without a GPU; if not possible, the highest allowed stage."""
         if memory is not None and (stage := self.find_lowest_stage(config, memory)) is not None:
             return stage
         choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
@@ -377,7 +377,7 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
-    """Return the configuration that builds and estimates `adapters` as one, with the sum of their ranks and rows.
+    """Return a configuration to build and estimate all adapters as one, with the sums of their LoRA ranks and rows.
 
     `runs` are the configurations of the adapters. On a CPU, `ops.backend: auto` selects the operators in plain torch,
     because PEFT's layers compute one adapter at a time.

@@ -26,7 +26,7 @@ from trainer.patches.recompute import compute_host_room
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The configuration without `auto`, its estimate, and lines for the console."""
+    """Holds the configuration without `auto`, its estimate, and lines for the console."""
 
     config: RunConfig
     estimate: Estimate | None
@@ -38,13 +38,13 @@ class MemoryPlan:
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
-        """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
+        """Return the highest peak, in bytes, of any rank's GPU, or process on a CPU; every rank must call it."""
         return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
         """Write estimate, measured peak and decisions to run.json; return a line for the console.
 
-        On a CPU the whole process is measured, including Python and libraries, and there is no estimate.
+        On a CPU the measurement includes Python and libraries, and there is no estimate.
         """
         on_gpu = device.type == "cuda"
         estimate = self.estimate if on_gpu else None
@@ -161,7 +161,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the least free bytes of any rank's GPU, plus its CUDA context; None without a GPU."""
+    """Return the free bytes of the GPU with the least, plus the bytes of the CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

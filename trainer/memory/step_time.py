@@ -1,7 +1,7 @@
 """Predict the time of a step on any number of GPUs from measured utilizations and the speed of links.
 
-A layer computes while the weights of the next layer are gathered: a shorter gather only slows down matrix products, and
-a longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
+A layer computes while the weights of the next layer are gathered: a shorter gather only slows down its matmuls, and a
+longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
 """
 
 import math
@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on one GPU, by activity."""
+    """Breaks down the seconds of a step on one GPU by activity."""
 
     compute: float
     gathers: float
@@ -122,7 +122,7 @@ def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
 def _predict_compute(
     planner: Planner, config: RunConfig, work: Work, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
-    """Return the seconds of a micro-step's computation: attention at its own rate, all else at `rate` FLOP/s."""
+    """Return the seconds of a micro-step's computation: attention at its measured rate, all else at `rate` FLOP/s."""
     ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
     linear = count_flops(planner.shapes, work.rows, work.kernels.length, min(work.targets, work.kernels.length))
     attention = count_attention_flops(planner.shapes, work.rows, length) / ranks
@@ -150,7 +150,7 @@ def _predict_gathers(
 def _predict_exchanges(
     planner: Planner, config: RunConfig, work: Work, fraction: float, link: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds of a micro-step's exchanges of tokens for heads: two per layer and pass."""
+    """Return the seconds of a micro-step's exchanges of tokens for heads (two per layer and pass) and collectives."""
     ranks = config.parallel.sequence
     if ranks == 1:
         return 0.0, []
@@ -183,7 +183,7 @@ def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
 
 
 def count_attention_flops(shapes: Shapes, rows: int, length: int) -> float:
-    """Return the FLOPs of causal attention over whole sequences in one forward pass: 2 L^2 x heads x head size."""
+    """Return the FLOPs of causal attention in one forward pass: 2 x length^2 x heads x head size per row and layer."""
     heads, size = _read_heads(shapes)
     return 2.0 * rows * length**2 * heads * size * len(shapes.layers)
 

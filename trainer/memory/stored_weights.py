@@ -61,7 +61,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Placement:
-    """How parameters, gradients and optimizer state are stored: settings, ranks and formats."""
+    """Describes how parameters, gradients and optimizer state are stored: settings, ranks and formats."""
 
     zero: ZeroSection
     training: TrainingSection
@@ -91,7 +91,7 @@ def round_up(size: int) -> int:
 
 
 def stored_bytes(weight: Weight, placement: Placement) -> int:
-    """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
+    """Return the bytes of a stored weight; quantized elements need 1 or 1/2 byte each, plus scales."""
     if not is_packed(weight, placement):
         return round_up(weight.elements * placement.element)
     if (weight.stored_bits or (8 if placement.quantization.eight_bit and not weight.mxfp4 else 4)) == 8:
@@ -137,7 +137,7 @@ def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of a temporary merged weight Q(W + s B A) and of its rounding."""
+    """Return the bytes of a temporary merged weight Q(W + s B A), and of buffers for quantizing it."""
     if not placement.training.qat:
         return 0
     largest = max((weight.elements for weight in shapes.weights if weight.packable and not weight.experts), default=0)
@@ -145,7 +145,7 @@ def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of frozen weights and scales on this rank: whole, a shard at stage 3, or 0 if offloaded."""
+    """Return the bytes of frozen weights and scales on this rank: all, a shard at stage 3, or 0 if offloaded."""
     frozen = (weight for weight in shapes.weights if not weight.trained)
     return resident_bytes(sum(stored_bytes(weight, placement) for weight in frozen), placement)
 
@@ -159,7 +159,7 @@ def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     """Return the bytes of weights gathered at once at stage 3: in layers, and outside of layers.
 
     By layer: twice the largest frozen layer; embedding or head while it is used. By module: the same, trained or not,
-    and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
+    and prefetched parameters up to `max_live_parameters`. A single rank gathers nothing, unless from host memory.
     """
     is_single = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
     if placement.zero.stage < 3 or is_single:
@@ -187,5 +187,5 @@ def base_shard_size(size: int, placement: Placement) -> int:
 
 
 def shard_size(size: int, placement: Placement, from_stage: int) -> int:
-    """Return a rank's shard of `size` bytes that are partitioned at stage `from_stage` or higher."""
+    """Return the size of a rank's shard of `size` bytes, which are partitioned at stage `from_stage` or higher."""
     return -(-size // placement.world_size) if placement.zero.stage >= from_stage else size
