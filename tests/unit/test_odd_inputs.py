@@ -490,7 +490,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: needs a model and data"),
         ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
-        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is one value, a list; write several"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is a single value, a list; write several"),
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; use 0 to 1"),
         (
             "config d.jsonl",
@@ -788,7 +788,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
             "trl sft --model_name_or_path m --dataset_name d --load_in_4bit",
             "--load_in_4bit: quantized weights cannot be",
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add one after it"),
+        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add a file after it"),
         ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is also set"),
     ],
