@@ -79,7 +79,7 @@ class Request:
 
 
 def plan(request: Request, logs: Path) -> Plan:
-    """Plan how to start the ranks and reach them. Raises UserError for options that cannot work."""
+    """Plan how to start the ranks and how to signal them. Raises UserError for options that cannot work."""
     launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":

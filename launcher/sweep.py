@@ -76,7 +76,7 @@ def sweep(
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
         raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
-        problem = next((f"{text} is a single value, a list" for text in fixed if "," in text), "no values to try")
+        problem = next((f"{text} is a single value (a list)" for text in fixed if "," in text), "no values to try")
         raise UserError(f"zerolora sweep: {problem}; write several, such as training.learning_rate=1e-4,2e-4")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])

@@ -202,7 +202,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
-    """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
+    """Check that ssh reaches every host without a password, and finds this Python and the working directory there."""
     problems = find_unreachable(hosts, Path.cwd())
     for host in hosts:
         if host in problems:

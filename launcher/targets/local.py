@@ -1,7 +1,7 @@
 """Commands that start one process per GPU: on this machine, or on the hosts of a hostfile with DeepSpeed's launcher.
 
 On this machine, ranks are started directly with the variables that DeepSpeed's launcher would set. This makes their
-exit status known, and saves the time that the launcher's two processes take to import. `deepspeed --module
+exit status known, and saves the time that the launcher's two processes spend on imports. `deepspeed --module
 trainer.train` is equivalent and supported; a dry run prints it.
 """
 
