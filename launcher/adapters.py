@@ -20,25 +20,25 @@ from trainer.contract.restart_record import AdapterChanges, find_changed_adapter
 def adapters(
     action: Annotated[str, typer.Argument(metavar="add|remove", help="What to do.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a run with adapters.")],
-    what: Annotated[str, typer.Argument(metavar="FILE|NAME", help="YAML file of the new adapter; name of an old one.")],
+    what: Annotated[str, typer.Argument(metavar="FILE|NAME", help="YAML file to add, or adapter name to remove.")],
 ) -> None:
-    """Add an adapter to a run that trains several, or remove one; a running one saves, then resumes with the change."""
+    """Add adapters to a run that trains several, or remove one. An active run saves, then resumes with the change."""
     run, added = run.absolute(), list[dict[str, Any]]()
     changes = AdapterChanges.read(run)
     if changes is None:
-        raise UserError(f"{run}: is not a run of several adapters; pass the output_dir of one")
+        raise UserError(f"{run}: is not a run with several adapters; pass the output_dir of such a run")
     if action == "add":
         tree = parse_yaml(Path(what), read_text(Path(what))).tree
         added = tree.get("adapters") or [tree]
     elif action != "remove":
-        raise UserError(f"zerolora adapters {action}: unknown; use add or remove")
+        raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
     os.chdir(changes.working_directory)
     path, *settings = changes.arguments
     current = find_changed_adapters(run, load_config(path, settings).config.adapters)
     known = [entry["name"] for entry in current]
     names = {str(entry.get("name")) for entry in added} or {what}
     if action == "add" and (taken := names & {*known}):
-        raise UserError(f"{what}: {run} has an adapter {min(taken)} already; use another name")
+        raise UserError(f"{what}: {run} already has an adapter {min(taken)}; use another name")
     if action == "remove" and (what not in known or len(known) == 1):
         problem = "the only one; stop the run instead" if what in known else f"unknown; use one of {', '.join(known)}"
         raise UserError(f"zerolora adapters remove {what}: {problem}")
@@ -51,11 +51,11 @@ def adapters(
     removed = changes.removed if action == "add" else [*changes.removed, what]
     changes = replace(changes, added=others + added, removed=removed)
     changes.write(run)
-    say(f"{run}: {action} {', '.join(sorted(names))} after the current step, or when the run resumes")
+    say(f"{run}: will {action} {', '.join(sorted(names))} after the current step, or when the run resumes")
 
 
 def record_arguments(config: RunConfig, arguments: list[str]) -> None:
-    """Record how a run with adapters starts; one that does not resume forgets changes of its adapters."""
+    """Record the arguments that start a run with adapters; forget earlier adapter changes unless it resumes."""
     if config.adapters:
         run_dir, resumes = Path(config.output_dir), config.training.resume_from_checkpoint is not None
         changes = (AdapterChanges.read(run_dir) if resumes else None) or AdapterChanges([], "")

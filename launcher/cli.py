@@ -44,7 +44,7 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if one of our packages is shadowed, otherwise None. Imports none of them."""
+    """Return an error message if one of our packages is shadowed, or None if not. Does not import the packages."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -110,7 +110,7 @@ def train(
 ) -> None:
     """Train an adapter on the GPUs of this machine, of the hosts in a hostfile, or of a SLURM job."""
     if config.exists() and not config.is_file() and not config.is_dir():
-        raise UserError(f"{config}: is a pipe, which only one rank could read; write it to a file")
+        raise UserError(f"{config}: is a pipe, which only one rank could read; pass a regular file")
     settings = list(overrides or [])
     loaded = load_config(config, settings)
     if is_job_start and (resume_settings := build_resume_settings(loaded.config, os.environ)):
@@ -187,7 +187,7 @@ for _name, _row in MODULES.items():
 
 
 def build_command() -> Any:
-    """Return the command line with its commands in groups, and without Typer's types for flags and arguments."""
+    """Return the Click command, with help that groups the subcommands and omits the types of flags and arguments."""
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
     for group, names in GROUPS.items():
@@ -205,7 +205,7 @@ def build_command() -> Any:
 
 
 def main() -> int:
-    """Run the command line and return its exit code; a user error is one line on stderr and exit code 2."""
+    """Run the command line and return its exit code; a user error prints one line on stderr and returns 2."""
     arguments = sys.argv[1:] or ["--help"]
     try:
         # In standalone mode, Typer would draw a box around each error.
@@ -216,7 +216,7 @@ def main() -> int:
         say(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
     except typer.Abort:
-        say("error: stopped at a prompt")
+        say("error: aborted at a prompt")
         return EXIT_FAILED
     except UserError as error:
         say(f"error: {error}")

@@ -23,7 +23,7 @@ class Stopped(BaseException):
 
 
 class SignalHandler:
-    """Handler that raises an exception at the first signal and exits at the second."""
+    """Raises an exception at the first signal and exits at the second."""
 
     def __init__(self, exception: type[BaseException]) -> None:
         self._exception = exception
@@ -59,8 +59,8 @@ class _Output(io.FileIO):
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
     """Run `command` and return its exit code.
 
-    A signal raises `exception` in the command and is reported in one line, even if the command converts the exception.
-    A failed write to standard output is reported in one line with exit code 1; errors of standard error are ignored.
+    A signal raises `exception` in the command and is reported in one line, even if a library replaces it.
+    A failed write to standard output is reported in one line with exit code 1; errors on standard error are ignored.
     """
     open_closed_descriptors()
     handler, output = SignalHandler(exception), _Output(1, "w", closefd=False)
@@ -101,7 +101,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of libraries about missing GPUs, hub retries and slow CPU kernels; call before their import."""
+    """Silence library warnings about missing GPUs, hub retries and slow CPU kernels; call before importing them."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -62,7 +62,7 @@ def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
 
 
 def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
-    """Record the exit code of this start. Raises UserError if it asks to be requeued without recent progress."""
+    """Record the exit code of this start. Raises UserError if it requests a requeue without recent progress."""
     starts = _read_starts(run_dir, env)
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write_starts(run_dir, starts)
@@ -89,7 +89,7 @@ def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
 
 
 def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
-    """Return the earlier starts of this job; empty at its first, because SLURM may have reused an older job's ID."""
+    """Return the earlier starts of this job; empty at the first, because SLURM may reuse the IDs of older jobs."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_starts(run_dir, env)

@@ -44,7 +44,7 @@ class Request:
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:
-        """Resolve `auto`: to hostfile with a hostfile, slurm in an allocation, else local.
+        """Resolve `auto`: hostfile if a hostfile is given, slurm in an allocation, else local.
 
         Raises UserError for contradictory options.
         """
@@ -59,7 +59,7 @@ class Request:
         if chosen == "hostfile" and self.hostfile is None:
             raise UserError("--launcher hostfile: needs --hostfile FILE, with one line per host, `gpu-a slots=8`")
         if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
-            raise UserError(f"--hostfile {self.hostfile}: --launcher {chosen} takes none; use hostfile or mpi")
+            raise UserError(f"--hostfile {self.hostfile}: {chosen} takes no hostfile; use --launcher hostfile or mpi")
         if self.master_addr is not None and not re.fullmatch(r"\w[\w.:-]*", self.master_addr):
             raise UserError(f"--master-addr {self.master_addr}: must be a host name or address")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
@@ -79,7 +79,7 @@ class Request:
 
 
 def plan(request: Request, logs: Path) -> Plan:
-    """Plan how to start the ranks and reach them. Raises UserError for options that cannot work."""
+    """Plan how to start the ranks and how to signal them. Raises UserError for options that cannot work."""
     launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
@@ -124,13 +124,13 @@ def select_slots(request: Request) -> Slots:
 
 
 def _find_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it, otherwise None; DeepSpeed then asks the host."""
+    """Return the host's name if other hosts can resolve it; if None, DeepSpeed asks the host for its address."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except socket.gaierror:
         return None  # a name from ~/.ssh/config
     if any(address.startswith("127.") or address == "::1" for address in addresses):
-        say(f"note: {name} is a loopback address here; other hosts will use its first address of `hostname -I`")
+        say(f"note: {name} is a loopback address here; other hosts will use the first address in `hostname -I`")
         return None
     return name

@@ -95,7 +95,7 @@ def _describe_first_step(model: str | None, data: str | None, preset: str, *, is
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
     if not (model and data):
         option = f"--gpus {gpus}" if gpus is not None else f"--gpu-memory {gpu_memory}"
-        raise UserError(f"{option}: needs a model and data to fit the file to; add --model and --data")
+        raise UserError(f"{option}: has no effect without a model and data; add --model and --data")
     typer.echo("examining the model and the data")
     arguments = ["--model", model, "--data", data, "--output", str(output)]
     arguments += ["--gpus", str(gpus)] if gpus is not None else []
@@ -185,7 +185,7 @@ def _format_scalar(text: str) -> str:
 
 
 def _build_file_name(name: str) -> str:
-    """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
+    """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct`."""
     return re.sub(r"[^\w.-]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 
 

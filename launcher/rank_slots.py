@@ -26,7 +26,7 @@ class RestartPlan:
 
 
 class RankSlots:
-    """Slots of this machine, of hosts or of a SLURM job, numbered by their ranks in the first start."""
+    """Holds the slots of this machine, hosts or a SLURM job, numbered by rank in the first start; plans restarts."""
 
     def __init__(self, request: Request, logs: Path, build: CommandBuilder) -> None:
         self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
@@ -53,7 +53,7 @@ class RankSlots:
         return name, frozenset({slot})
 
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Plan a restart on the largest number of available slots that divides `total`; None means on all of them.
+        """Plan a restart on the largest number of available slots that divides `total`, or on all of them if None.
 
         Skips `excluded` and prints what is unavailable. Raises UserError if no slot is available.
         """
@@ -132,5 +132,5 @@ def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:
-    """Return the largest of `numbers` that divides `total` (None: the largest of all); 0 if no number does."""
+    """Return the largest of `numbers` that divides `total`, or of all if `total` is None; 0 if none divides it."""
     return max((number for number in numbers if total is None or total % number == 0), default=0)

@@ -88,7 +88,7 @@ def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _copy_output_to(log: Path) -> None:
-    """Append the further output of this process to a log, in addition to printing it."""
+    """From now on, append the output of this process to a log, in addition to printing it."""
     for descriptor in (1, 2):
         copier = subprocess.Popen(
             ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True

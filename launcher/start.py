@@ -94,7 +94,7 @@ def get_version() -> str:
 
 
 class Attempts:
-    """Start and restart the ranks of one run while its folder is locked."""
+    """Starts and restarts the ranks of one run while its folder is locked."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Attempts:
         if ranks < self._full_size:
             say(
                 f"continuing with {ranks} of {self._full_size} ranks"
-                + f"; {restart.available} do not divide the {total} samples of a step" * (restart.available > ranks)
+                + f"; {restart.available} does not divide the batch of {total} samples" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # training.batch_size stays the upper bound of the micro-batch.

@@ -40,7 +40,7 @@ def status(
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: SLURM does not know it (any more); pass the folder of its run")
+            raise UserError(f"job {target}: SLURM does not know it, or no longer does; pass the folder of its run")
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)

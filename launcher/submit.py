@@ -40,7 +40,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
     """Return sbatch's options, omitting those that are None. Raises UserError for empty and multi-line ones."""
     for name, value in options.items():
         if isinstance(value, str) and not value.strip():
-            raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
+            raise UserError(f"--{name} {value!r}: must not be empty; omit it to use SLURM's default")
     arguments = [*(f"--{name}={value}" for name, value in options.items() if value is not None), *extra]
     for option in arguments:
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
@@ -52,7 +52,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
 
 
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
-    """Raise UserError if `ranks` is set together with GPUs, or if `time` leaves no time for a step before `grace`."""
+    """Raise UserError if `ranks` is set together with GPUs, or if no step fits into `time` before `grace`."""
     if gpus and ranks is not None:
         raise UserError("--ranks-per-node: must not be set with GPUs; remove it, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
@@ -64,7 +64,7 @@ def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
 
 
 def parse_time_limit(time: str) -> int | None:
-    """Return sbatch's time limit in seconds, None for no limit. Raises UserError for malformed text."""
+    """Return sbatch's time limit in seconds, or None if there is no limit. Raises UserError for malformed text."""
     if time.lower() in ("unlimited", "infinite", "0"):
         return None
     match = _TIME.fullmatch(time)
@@ -100,7 +100,7 @@ def _check_array(array: str | None, lines: list[str]) -> None:
             raise UserError(f"--array {array}: the sweep has {len(lines)} runs; use 0 to {len(lines) - 1}")
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
-            f"--array {array}: its tasks would train in one folder at the same time; give them different settings with "
+            f"--array {array}: its tasks would train in the same folder at once; give them different settings with "
             f"--sweep key=value,value, or run one at a time with --array {array}%1"
         )
 
@@ -205,7 +205,7 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
-    """Return the settings of each run of a sweep, one for each combination of values, with its own folder.
+    """Return the settings of each run of a sweep, including its folder: one run for each combination of values.
 
     Raises UserError for malformed text, for settings that are also in `fixed`, and for too many runs.
     """
@@ -235,7 +235,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
 def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
     """Return the configuration of each run of a sweep.
 
-    Raises UserError for invalid runs, and for two runs with equal settings or one folder.
+    Raises UserError for invalid runs, and for two runs with the same settings or the same folder.
     """
     loaded: dict[str, RunConfig] = {}
     folders: dict[str, RunConfig] = {}
@@ -246,7 +246,7 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
         if first is not run:
             raise UserError(f"{name}: has the same settings as {Path(first.output_dir).name}; list each value once")
         if folders.setdefault(run.output_dir, run) is not run:
-            raise UserError(f"{name}: two runs share this folder, as / in a value becomes _; change one of the values")
+            raise UserError(f"{name}: two runs share this folder, in whose name / becomes _; change one of the values")
     return list(loaded.values())
 
 

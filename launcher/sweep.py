@@ -76,7 +76,7 @@ def sweep(
     if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
         raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
-        problem = next((f"{text} is one value, a list" for text in fixed if "," in text), "no values to try")
+        problem = next((f"{text} is a single value (a list)" for text in fixed if "," in text), "no values to try")
         raise UserError(f"zerolora sweep: {problem}; write several, such as training.learning_rate=1e-4,2e-4")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
@@ -123,7 +123,7 @@ def _submit_array(
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split settings into those with several values and those fixed for all runs; raises UserError for bad ones."""
+    """Split settings into those with several values and those fixed for all runs; raises UserError for invalid ones."""
     axes: list[str] = []
     fixed: list[str] = []
     for text in settings:
@@ -173,7 +173,7 @@ def combine_runs(
         if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"training {len(waiting)} runs as {len(groups)}, with up to {format_count(size, 'adapter')} each")
+    say(f"training {len(waiting)} runs in {format_count(len(groups), 'run')} of up to {format_count(size, 'adapter')}")
     return [Run(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
@@ -223,7 +223,7 @@ def build_train_command(config: Path, run: Run, gpus_per_run: int | None) -> lis
 def train_runs(
     config: Path, runs: list[Run], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
 ) -> None:
-    """Start runs as GPUs become free, until all have ended; forward a stop to the running ones."""
+    """Start runs as GPUs become free, until all have ended; forward stop signals to active runs."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
@@ -275,7 +275,7 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
         run.log.close()
     if run.exit_code:
         where = f"; see {folder / run.name}.log" if run.log else ""
-        say(f"{run.name}: ended with {run.exit_code}{where}")
+        say(f"{run.name}: ended with exit code {run.exit_code}{where}")
     record_runs(folder, runs)
 
 

@@ -32,7 +32,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
     if _loaded is not None:
         if backend in ("auto", _loaded.name):
             return _loaded
-        raise ValueError(f"ops.backend={backend}: already loaded {_loaded.name} ({_loaded.reason}); use one backend")
+        raise ValueError(f"ops.backend={backend}: {_loaded.name} is already loaded ({_loaded.reason}); use one backend")
     if backend == "reference":
         _loaded = _use_reference("requested")
     else:

@@ -1,7 +1,7 @@
 """Build the CUDA operators through DeepSpeed's op builder, and list them with DeepSpeed's own.
 
     python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
-    python -m ops.builder build [--clean] [--verbose] compile ahead of time, so that ranks need not
+    python -m ops.builder build [--clean] [--verbose] compile ahead of time, not when ranks start
     python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
     ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
@@ -43,7 +43,7 @@ CSRC = Path(__file__).resolve().parent / "csrc"
 
 
 class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
-    """DeepSpeed builder for `zerolora_lora`: compiles the kernels of ops/csrc for the cards of this node."""
+    """DeepSpeed builder for `zerolora_lora`: compiles the kernels of ops/csrc for the GPUs of this node."""
 
     BUILD_VAR = "ZEROLORA_BUILD_OPS"
     NAME = "zerolora_lora"
@@ -93,13 +93,13 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             )
         toolkit = find_toolkit_version()
         check_toolkit(toolkit, torch.version.cuda)
-        # Creating a CUDA context here would break forked workers, so check the card only if one exists.
+        # Creating a CUDA context here would break forked workers, so check the GPU only if one exists.
         if torch.cuda.is_initialized():
             check_capability(torch.cuda.get_device_capability(), toolkit)
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Import the build that `find` finds, or compile one into the cache; return its module.
+        """Import the build that `find` returns, or compile one into the cache; return its module.
 
         Raises BuildError if it cannot be built or loaded.
         """
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("list", help="DeepSpeed's operators and ours")
     build = commands.add_parser("build", help="compile ahead of time")
-    build.add_argument("--arch", nargs="+", metavar="9.0", help="only for cards of these compute capabilities")
+    build.add_argument("--arch", nargs="+", metavar="9.0", help="only for GPUs of these compute capabilities")
     build.add_argument(
         "--into", type=Path, metavar="DIR", help=f"shared folder; runs find it through {prebuilt.VARIABLE}"
     )

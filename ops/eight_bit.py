@@ -1,4 +1,4 @@
-"""LoRA operators on an 8-bit base: frozen products of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
+"""LoRA operators on an 8-bit base: frozen matmuls of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] holds e4m3 (FP8, stored as uint8, so that
 no cast converts it as a float) or int8, v[O] one scale per row: W = v W_q. x is quantized per token.
@@ -7,7 +7,7 @@ no cast converts it as a float) or int8, v[O] one scale per row: W = v W_q. x is
     backward  dX = u (g_q W_q) + m*(dh A)                 (g_q, u)  = quantized rows of v dY
 
 In dX the scale v varies along the summed dimension, so it is multiplied into dY before quantization. The projections of
-a group share u and one product over all their outputs. h, dh, dA and dB are computed from unquantized x and dY, and the
+a group share u and one matmul over all their outputs. h, dh, dA and dB are computed from unquantized x and dY, and the
 same tensors are saved for the backward, as in ops/lora.py; x_q is freed when the call returns.
 """
 
@@ -27,7 +27,7 @@ STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
 
 @dataclass(frozen=True)
 class EightBitWeight:
-    """W_q[O,I] in uint8 (e4m3) or int8 and the scale of each row v[O] in float32."""
+    """Holds W_q[O,I] in uint8 (e4m3) or int8, and the scale v[O] of each row in float32."""
 
     values: Tensor
     row_scale: Tensor
@@ -46,7 +46,7 @@ def reference_quantize_rows(
 def reference_product(
     q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True
 ) -> Tensor:
-    """Compute y[T,N] = scale (q right[N,K]^T) column_scale in bf16, in plain torch; `fast` only affects GPUs."""
+    """Compute y[T,N] = scale (q[T,K] right[N,K]^T) column_scale in bf16, in plain torch; `fast` only affects GPUs."""
     return reference.eight_bit_product(q, scale, right.t(), column_scale).to(torch.bfloat16)
 
 
@@ -140,9 +140,9 @@ eight_bit_group = lora.Group(
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Quantize values[N,K] by the largest magnitude of each row: (W_q[N,K], scale[N]); `kind` is fp8 or int8.
+    """Quantize values[N,K] by the largest magnitude of each row to `kind`, fp8 or int8; return W_q[N,K], scale[N].
 
-    scale = max(largest / 448, 2^-100) for fp8 (e4m3), / 127 for int8; a NaN makes the scale of its row NaN.
+    scale = max(largest / c, 2^-100) with c = 448 for fp8 (e4m3) and 127 for int8; a NaN makes its row's scale NaN.
     """
     q, scale = torch.ops.zerolora.quantize_rows([values], [], STORAGE[kind])
     return q, scale

@@ -1,4 +1,4 @@
-"""RMSNorm, SiLU or GELU times another matrix, and rotary embedding, with recomputation of cheap results.
+"""RMSNorm, the gating of SwiGLU and GeGLU, and rotary embedding, with recomputation of cheap results.
 
 A norm with a frozen weight skips the weight's gradient, a sum over all tokens. A result that costs one pass over memory
 (the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` replaces it
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the product.
+    """Compute h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the multiplication.
 
     gate and up have the same shape and type; otherwise raises ValueError. Shazeer 2020,
     https://arxiv.org/abs/2002.05202.
@@ -41,9 +41,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before the product.
+    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before multiplying.
 
-    gate and up have the same shape and type; see the same paper. Raises ValueError otherwise.
+    gate and up have the same shape and type; otherwise raises ValueError. Paper: see `silu_mul`.
     """
     h: Tensor = _GELU_MUL(gate, up)
     return h
@@ -53,7 +53,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     """Rotate q and k by their positions: x cos + [-x2, x1] sin for the halves [x1, x2] of the first R elements.
 
     q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R pass
-    unchanged. The results are stored as [B, T, H, D], the layout attention reads. Su et al. 2021,
+    unchanged. The results are stored as [B, T, H, D], the layout that attention reads. Su et al. 2021,
     https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not fit.
     """
     rotated: tuple[Tensor, Tensor] = _ROPE(q, k, cos, sin)
@@ -120,7 +120,7 @@ def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> 
 def _gated_backward(
     activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up; the activation is rounded before the product with `grad`."""
+    """Return the gradients of gate and up; the activation is rounded before it is multiplied by `grad`."""
     (grad, gate, up), dtype = map(_upcast, tensors), tensors[1].dtype
     rounded = _upcast(activation(gate).to(dtype))
     return derive(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()
@@ -164,7 +164,7 @@ def _check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != q.shape[2] or cos.shape[0] not in (1, q.shape[0]):
         raise ValueError(f"{shapes}: expected cos and sin as [B or 1, T, R]")
     if cos.shape[2] % 2 or q.shape[3] % 2 or cos.shape[2] > q.shape[3]:
-        raise ValueError(f"{shapes}: rotary width and D must be even, and D at least as large")
+        raise ValueError(f"{shapes}: rotary width and D must be even, and D at least the rotary width")
 
 
 def _check_match(same_shape: bool = True, **tensors: Tensor) -> None:
@@ -246,7 +246,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
 
 
 def _register_backward(name: str) -> None:
-    """Register zerolora::NAME_backward, which needs the last two inputs, as the gradient of zerolora::NAME."""
+    """Register zerolora::NAME_backward, which reads the last two inputs of NAME, as the gradient of zerolora::NAME."""
     backward = getattr(torch.ops.zerolora, f"{name}_backward")
 
     def derive(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

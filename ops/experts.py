@@ -76,7 +76,7 @@ class ExpertMatrix:
         """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(
-                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller"
+                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller ones"
             )
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 
@@ -265,7 +265,7 @@ def _reference_forward(x, index, weights, gate_up, down, biases, *adapters_and_f
 
 
 class _BufferViews:
-    """Views of a buffer, which can be rebuilt after the buffer has moved."""
+    """Views of a buffer that can be rebuilt after the buffer has moved."""
 
     def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
         self.saved = list(tensors) if source is None else [source]
@@ -310,7 +310,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     lists[:2] = [views.rebuild(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
-        raise ValueError("gate_up, down or a bias requires a gradient: the operator has none for them; freeze them")
+        raise ValueError("gate_up, down or a bias requires a gradient: the operator does not compute it; freeze them")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
         grad, x, weights, *lists, *results, ctx.shape, ctx.form, ctx.numbers, seed, *flags

@@ -1,8 +1,8 @@
-"""The experts' operator on CUDA GPUs: our kernels around torch's grouped products.
+"""The experts' operator on CUDA GPUs: our kernels around torch's grouped matmul.
 
-Symbols and formulas: ops/experts.py. The host never waits if torch's grouped product has a kernel (bf16 on 9.0 and
-10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert and reads the counts from the device.
-So does the plain torch path, which serves 32 bits, widths that are not multiples of 8, and cards before Ampere.
+Symbols and formulas: ops/experts.py. The host never waits if torch's grouped matmul has a kernel (bf16 on capability
+9.0 and 10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert, and reads the counts from
+the device. So does plain torch, used for 32 bits, widths that are not multiples of 8, and GPUs older than Ampere.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ for _schema in (
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
 USE_PRODUCT_KERNEL = True
-"""Whether Hopper uses our product kernel with an adapter; without one, torch's product is as fast."""
+"""Whether Hopper uses our matmul kernel with an adapter; without an adapter, torch's matmul is as fast."""
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -52,7 +52,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight as [E, rows, cols]; a dequantized one is freed after its product."""
+    """Return the weight as [E, rows, cols]; a dequantized weight is freed after its matmul."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
@@ -81,7 +81,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 
 def _select_fusable(p: Tensor | None) -> Tensor | None:
-    """Return P if its rank needs few enough registers to fuse the projection into the previous kernel."""
+    """Return p if its rank needs few enough registers to fuse the projection into the previous kernel, else None."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
@@ -214,7 +214,7 @@ def _compute_factor_gradient(
 
 
 def _compute_bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
-    """Return dy.bias of every pair, selected from the products of all tokens with all experts."""
+    """Return dy.bias of every pair, selected from the dot products of all tokens with the biases of all experts."""
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert
     wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))

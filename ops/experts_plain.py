@@ -12,7 +12,7 @@ from ops import reference
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return [E, rows, cols] from the tensors of an `ExpertMatrix`, shape = E, rows, cols, block, nested block."""
+    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors; `shape` is (E, rows, cols, block, nested_block)."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)
@@ -51,7 +51,7 @@ def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
 
 
 def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return order[N], the pair t K + k of each row sorted by expert, then pair; and ends[E], where each expert ends.
+    """Return order[N], the pairs t K + k sorted by expert, then by pair, and ends[E], the end of each expert's rows.
 
     Pairs without an expert (an index below 0, or E and above) come last, after ends[E - 1].
     """

@@ -1,8 +1,8 @@
-"""Adapted linear layer for quantization-aware training: the merged weight is rounded in every pass.
+"""Adapted linear layer for quantization-aware training: the merged weight is quantized in every pass.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
-W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q rounds to integers times a
-scale.
+W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q quantizes to integers times
+a scale.
 
     M  = W + s B A                                        (in 32 bits)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
@@ -10,7 +10,7 @@ scale.
 
 The derivative of Q is taken to be 1 (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), which fits
 scales that clip no weight, so dM = dY^T x is never formed. The effect of dropout is added separately with a mean of 0
-over masks, so the rounded weight is the one that will be served. Only x and the parameters are saved for the backward;
+over masks, so the quantized weight is the one to be served. Only x and the parameters are saved for the backward;
 Q(M) and the mask are recomputed.
 """
 

@@ -1,7 +1,7 @@
 """LoRA operators on a base stored in 4 bits with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
 
 All parts of a weight are in one byte buffer, so that moving the Parameter moves the complete weight. Weights are
-dequantized for each product, as in ops/scaled.py. The backward saves the buffer itself, which ZeRO-3 may free and
+dequantized for each matmul, as in ops/scaled.py. The backward saves the buffer itself, which ZeRO-3 may free and
 gather in between. Formulas: `reference.dequantize_groups`.
 """
 

@@ -102,7 +102,7 @@ def sum_token_losses(
     Differentiable in `hidden` and `rows.values`.
 
     hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
-    target does not count. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
+    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
     weight that requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
@@ -251,7 +251,7 @@ def _compute_losses(
 
 
 class _Head:
-    """The head in one pass over the chunks, and the gradients accumulated over them."""
+    """Computes the logits of each chunk, and accumulates the gradients over the chunks."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
         self.weight, self._indices, self._values = weight, indices, values
@@ -289,7 +289,7 @@ class _Head:
 def sum_divergences(
     hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
 ) -> Tensor:
-    """Return sum_k KL(p_k || q_k) in nats, fp32; p = softmax(factor h W^T), and q is the same for base_hidden.
+    """Return sum_k KL(p_k || q_k) in nats, fp32; p = softmax(factor h W^T), and q likewise for base_hidden.
 
     hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
     `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
@@ -301,7 +301,7 @@ def sum_divergences(
             "expected [K, H], [K, H] and [V, H]"
         )
     if weight.requires_grad or base_hidden.requires_grad:
-        raise ValueError("the head or base_hidden requires a gradient: the divergence has none for it; freeze it")
+        raise ValueError("the head or base_hidden requires a gradient: the divergence does not compute it; freeze it")
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, base_hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)

@@ -1,6 +1,6 @@
 """Fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward` for shared-input projections.
 
-Legend: T tokens (leading dimensions flattened), I in, O out, R rank. The formulas are in ops/reference.py. One linear
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank. Formulas: ops/reference.py. One linear layer
 is a group of one. The operators are functional: they change no input, and no output shares memory with an input. If
 `lora_forward` gets the h of an earlier `lora_project`, it returns an empty h.
 
@@ -171,10 +171,10 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
 
 
 class Group:
-    """The operators zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
+    """Defines zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
 
-    `weights` is their part of the schemas, and `pack` returns these arguments for x and a list of weights. The other
-    functions get the operators' arguments as attributes: `outs` returns the number of outputs of each weight, `check`
+    `weights` declares the frozen weights in the schemas; `pack` returns them as arguments for x and a list of weights.
+    The others get the operators' arguments as attributes: `outs` returns the number of outputs of each weight, `check`
     raises ValueError, `forward` also gets h and returns the outputs, `backward` returns the gradients of x, all A and
     all B.
     """

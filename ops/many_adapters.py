@@ -1,7 +1,7 @@
-"""Add several adapters to the output of a frozen product; each has some of the tokens, which are sorted by adapter.
+"""Add several adapters to the output of a frozen matmul, each for some of the tokens, which are sorted by adapter.
 
-Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the products of a bundle are batched. Formulas as
-in ops/reference.py, for each adapter on its rows. No product reads the rows of two adapters, so a NaN in one of them
+Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the matmuls of a bundle are batched. Formulas as
+in ops/reference.py, for each adapter on its rows. No matmul mixes the rows of two adapters, so a NaN in one of them
 does not spread (0 * NaN is NaN).
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""(bundle, gradient of h, A) of products not yet added to the gradient of x."""
+"""(bundle, gradient of h, A) of matmuls not yet added to the gradient of x."""
 
 
 @dataclass(frozen=True)
 class Bundle:
     """`count` adapters with adjacent rows [start, end) of the flattened tokens; they differ only in their factors.
 
-    Each has the same number of tokens, the same `layers` and `scales`. With dropout, a bundle has one adapter.
+    All have the same number of tokens, `layers` and `scales`. With dropout, a bundle has one adapter.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Bundle:
     seed: Tensor | None = None
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return [P, T, width] of a contiguous tensor of all tokens."""
+        """Return this bundle's rows [P, T, width] of a contiguous tensor of all tokens."""
         width = tensor.shape[-1]
         return tensor.view(-1, width)[self.start : self.end].view(self.count, -1, width)
 
@@ -58,9 +58,9 @@ class Bundle:
 
 
 def enter(x: Tensor) -> tuple[Tensor, Pending]:
-    """Return x for the frozen products, and a list to pass to `add_adapters` together with their outputs.
+    """Return x for the frozen matmuls, and a list to pass to `add_adapters` together with their outputs.
 
-    The adapters' gradient is added in place to the frozen products' gradient, which saves a buffer and a sum.
+    The adapters' gradient of x is added in place to the frozen matmuls' gradient, which saves a buffer and a sum.
     """
     pending: Pending = []
     return _Enter.apply(x, pending), pending

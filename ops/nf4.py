@@ -1,8 +1,8 @@
-"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantized only for its product.
+"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantized only for its matmul.
 
-A dequantized weight is never saved: its memory returns to torch's allocator when the product is queued, and the next
-call on the stream reuses it. In the backward, projections of at most 64 MiB in total share a product. The backward
-saves the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in between.
+A dequantized weight is never saved: its memory returns to torch's allocator once the matmul is queued, and the next
+call on the stream reuses it. In the backward, projections of at most 64 MiB in total are computed in one matmul. The
+packed Parameter itself and its small state are saved, so that ZeRO-3 can free the gathered bytes in between.
 
 Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsandbytes (Dettmers et al. 2023).
 """

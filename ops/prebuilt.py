@@ -94,7 +94,7 @@ def create_temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def acquire_build_lock(path: Path) -> AbstractContextManager[object]:
-    """Wait for and acquire the lock of a build, which the end of the context or of the process releases."""
+    """Wait for and acquire the lock of a build; it is released when the context or the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

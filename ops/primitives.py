@@ -38,7 +38,7 @@ def reference_adapter_backward_(
 def reference_rank_pass(
     z: Tensor, p: Tensor | None, v: Tensor | None, dropout: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return u = (m*z) p^T for p[R,D], or with v: u = (m*z) p for p[D,R], g = v^T (m*z), with p given as [D,R]."""
+    """Return u = (m*z) p^T for p[R,D]; with v, u = (m*z) p for p[D,R] and g = v^T (m*z), as [D,R] if p is given."""
     mask = lora.draw_mask(z, dropout, seed)
     masked = z if mask is None else z * mask
     u = z.new_empty((0, v.shape[1] if v is not None else 0)) if p is None else masked @ (p.t() if v is None else p)

@@ -7,7 +7,7 @@ s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where
     backward  dh = s dY B              dB = dY^T h
               dA = dh^T (m*x)          dX = dY W + m*(dh A)
 
-h and dh contain s, so that it is applied once, in the fp32 sum, and not again in any product.
+h and dh contain s, so that it is applied once, in the fp32 sum, and not again in any matmul.
 """
 
 import math
@@ -171,7 +171,7 @@ def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]
     """Return (q[N,K], scale[N]) with values ~ scale q: the largest magnitude of a row becomes 448 (e4m3) or 127 (int8).
 
     `storage` is uint8 for e4m3. Both round to nearest, ties to even. A row with a NaN or an infinity gives NaN in every
-    product.
+    matmul.
     """
     wide = values.float()
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
@@ -214,7 +214,7 @@ def dequantize_blocks(
 
 
 def _split_into_spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
-    """Return the elements, their scales and the block length, for the full blocks and for a short last one."""
+    """Return slices of elements and of their scales, and the block length, for full blocks and for a short last one."""
     full = size // block
     spans = [
         (slice(0, full * block), slice(0, full), block),
@@ -224,7 +224,7 @@ def _split_into_spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
 
 
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    """Compute f(gate) up with f = silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) of clamped inputs."""
+    """Compute f(gate) up with f = silu or gelu, or gpt-oss's (up + 1) gate sigmoid(alpha gate) with clamped inputs."""
     if kind == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)

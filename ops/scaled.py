@@ -1,12 +1,12 @@
-"""LoRA operators on a base stored in 8 bits and multiplied in 16 bits: weights are dequantized for each product.
+"""LoRA operators on a base stored in 8 bits and multiplied in 16 bits: weights are dequantized for each matmul.
 
 Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
 float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
 
 This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
-8-bit product here, and for any 8-bit base if exact products are requested. A dequantized weight's memory returns to
-torch's allocator when its product is queued, and the next one reuses it. The backward saves the 8-bit Parameter itself
-and its scales, so ZeRO-3 may free and gather it in between. Products are computed as in
+8-bit matmul here, and for any 8-bit base if exact matmuls are requested. A dequantized weight's memory returns to
+torch's allocator once its matmul is queued, and the next weight reuses it. The 8-bit Parameter itself and its scales
+are saved for the backward, so ZeRO-3 may free and gather it in between. Matmuls are computed as in
 `zerolora::lora_forward` on every device.
 """
 
@@ -23,7 +23,7 @@ from ops import lora, reference
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """q[O,I] in uint8 (e4m3) or int8 and the scale of each block of `block` = (rows, columns) in float32."""
+    """Holds q[O,I] in uint8 (e4m3) or int8, and a float32 scale for each block of `block` = (rows, columns)."""
 
     values: Tensor
     scales: Tensor
@@ -116,7 +116,7 @@ scaled_group = build_dequantizing_group(
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """y = x W^T with W dequantized on the fly, and again for dX = dY W."""
+    """Computes y = x W^T with W dequantized on the fly, and again for dX = dY W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Callable[..., Tensor], *stored: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ _DRAWING = threading.local()
 
 
 class Seeds:
-    """Seeds that are drawn in one pass and replayed in the next, because a CUDA graph cannot rewind the generator."""
+    """Records the seeds drawn in one pass and replays them in the next, as a CUDA graph cannot rewind the generator."""
 
     def __init__(self) -> None:
         self._drawn: list[Tensor] = []

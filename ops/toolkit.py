@@ -13,7 +13,7 @@ COMMON_ARCHITECTURES = ("75", "80", "86", "89", "90a")  # wgmma exists only in t
 
 
 class BuildError(RuntimeError):
-    """The operators cannot be built; `unexpected` if all prerequisites exist."""
+    """Raised if the operators cannot be built; `unexpected` is set if all prerequisites exist."""
 
     def __init__(self, message: str, unexpected: bool = False) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class BuildError(RuntimeError):
 
 
 def find_toolkit_version() -> tuple[int, int]:
-    """Return (major, minor) of nvcc; raises BuildError without one."""
+    """Return the (major, minor) version of nvcc; raises BuildError if nvcc is missing."""
     try:
         major, minor = deepspeed_builder.installed_cuda_version()
     except deepspeed_builder.MissingCUDAException as error:
@@ -42,10 +42,10 @@ def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
 
 
 def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
-    """Return the nvcc name of a card's architecture, '90a' for (9, 0); raises BuildError for a card that is too old."""
+    """Return nvcc's name of a GPU architecture, '90a' for (9, 0); raises BuildError for a GPU that is too old."""
     card = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (7, 0):
-        raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
+        raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this GPU")
     if capability < (7, 5) and toolkit[0] >= 13:
         raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
     return format_architecture(capability)

@@ -87,7 +87,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
-        return [*checks, Check("ranks", "WARN", "not tested, because they cannot be started", "fix the problems above")]
+        return [*checks, Check("ranks", "WARN", "not tested, because ssh cannot start them", "fix the problems above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) 
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
-    """Run the checks that need torch in a child process; return them and the bytes needed according to the estimate."""
+    """Run the checks that need torch in a child process; return them and the estimated needs in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
@@ -145,7 +145,7 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Return the JSON that a command prints after MARK, or None and the end of its output."""
+    """Return the JSON that a command prints after MARK; if there is none, return None and the end of the output."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -172,7 +172,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
 
 
 def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print the table, or one JSON object with `checks` and the `counts` of each state."""
+    """Print the checks as a table, or as one JSON object with `checks` and the `counts` of each state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLORS}
     if as_json:
@@ -202,7 +202,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
-    """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
+    """Check that ssh reaches every host without a password, and finds this Python and the working directory there."""
     problems = find_unreachable(hosts, Path.cwd())
     for host in hosts:
         if host in problems:
@@ -213,7 +213,7 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
 
 
 def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on these hosts, and return the checks of all but this one."""
+    """Run the doctor on these hosts, and return the checks of all hosts except this one."""
     variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_build_local_doctor_command(arguments))}"
@@ -221,7 +221,7 @@ def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[C
 
 
 def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on every node of an allocation, and return the checks of all but this one."""
+    """Run the doctor on every node of an allocation, and return the checks of all nodes except this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     command = _build_local_doctor_command(arguments)
     return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})

@@ -1,4 +1,4 @@
-"""Checks of `zerolora doctor` for this machine that need no torch: packages, space, locks, ports, time limits."""
+"""Checks of this machine by `zerolora doctor` that do not need torch: packages, space, locks, ports, time limits."""
 
 import errno
 import importlib.util
@@ -87,7 +87,7 @@ def check_driver() -> Iterator[Check]:
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
     if shutil.which("nvidia-smi") is None:
-        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "to use a GPU, install the NVIDIA driver")
+        yield Check("driver", "WARN", "nvidia-smi not found; using the CPU", "to use a GPU, install the NVIDIA driver")
         return
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     fix = "the driver and its kernel module must have the same version: reinstall the driver, and restart the host"
@@ -153,7 +153,7 @@ def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator
 
 
 def check_space(name: str, folder: Path, needed_gib: float) -> Check:
-    """Check the free space at a folder, and write a test file."""
+    """Check the free space on a folder's file system, and that a test file can be written."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

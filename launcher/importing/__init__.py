@@ -1,1 +1,1 @@
-"""`zerolora import`: convert another trainer's configuration or command line into one of zerolora's."""
+"""`zerolora import`: convert another trainer's configuration or command line to a zerolora configuration."""

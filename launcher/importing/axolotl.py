@@ -37,7 +37,7 @@ def translate(foreign: Foreign) -> Translation:
 def set_model(t: Translation) -> None:
     common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
-        t.refuse("model_quantization_config", "a base that stays in this format is not supported; use the 16-bit model")
+        t.refuse("model_quantization_config", "training weights in this format is not supported; use the 16-bit model")
     for plugin in split_names(t.get("plugins")):
         for part, reason in PLUGINS_REFUSED.items():
             if f".{part}" in plugin:
@@ -53,7 +53,7 @@ def set_model(t: Translation) -> None:
     for name in ("tokens", "special_tokens"):
         tokens = t.foreign.tree.get(name)
         if others := [str(token) for token in tokens if token != "pad_token"] if isinstance(tokens, dict) else []:
-            t.note(name, f"{', '.join(others)}: the tokenizer's own tokens are used, and the chat template ends turns")
+            t.note(name, f"{', '.join(others)}: the tokenizer's tokens and the chat template's end of turn are used")
 
 
 def set_adapter(t: Translation) -> None:
@@ -77,12 +77,12 @@ def set_adapter(t: Translation) -> None:
         names = find_names(pattern)
         t.put("lora.target_modules", names or [pattern], "lora_target_modules")
         if names:
-            t.note("lora_target_modules", "the pattern is replaced with these names, in the language model only")
+            t.note("lora_target_modules", "the pattern becomes a list of names, matched only in the language model")
     common.set_experts(t)
 
 
 def find_names(pattern: str) -> list[str]:
-    """Return the module names at the end of a pattern of paths, such as `(q|k)_proj` and `o_proj`."""
+    """Return the module names in a pattern of paths: `q_proj` and `k_proj` for `.*(q|k)_proj`."""
     groups = re.findall(r"\(([\w|]+)\)(_proj)", pattern)
     single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
     return list(dict.fromkeys([part + end for parts, end in groups for part in parts.split("|")] + single))
@@ -157,7 +157,7 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
 
 
 def check_media(t: Translation) -> None:
-    """Report an error for audio, and for images if the model is not trained on images here."""
+    """Report an error for audio, and for images if zerolora cannot train the model on images."""
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
     has_processor = t.get("processor_type") and t.get("skip_prepare_dataset")
     if re.search(r"(?<![a-z])(audio|librispeech)(?![a-z])", paths):
@@ -233,7 +233,7 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.note_unsupported(at, "field_system: system texts of records are not supported; put {its field} in template")
+        t.note_unsupported(at, "field_system: system messages in records are not supported; use {field} in template")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
     fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}

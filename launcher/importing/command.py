@@ -35,7 +35,7 @@ def import_(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     dataset_dir: Annotated[Path | None, typer.Option(help="Folder of LLaMA-Factory's dataset_info.json.")] = None,
 ) -> None:
-    """Translate a configuration of Axolotl or LLaMA-Factory, or TRL's command line, into one of zerolora's."""
+    """Convert an Axolotl or LLaMA-Factory configuration, or a TRL command line, to a zerolora configuration."""
     arguments = [*(source or []), *context.args]
     if not arguments:
         raise UserError("zerolora import: no configuration; pass a file, or a command line after `--`")
@@ -89,13 +89,13 @@ def drop_unused_settings(translation: Translation) -> None:
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
-    """Read a file of another trainer as that trainer would. Raises UserError for any other file."""
+    """Read another trainer's configuration as that trainer would. Raises UserError for other files."""
     file = read_yaml(path, Yaml11Loader)
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
         if not dataset_dir.is_dir():
-            raise UserError(f"--dataset-dir {dataset_dir}: no such folder; pass the folder of dataset_info.json")
+            raise UserError(f"--dataset-dir {dataset_dir}: no such folder; pass the folder with dataset_info.json")
     trainer = recognize_trainer(tree, min_names=1)
     if dataset_dir is not None and trainer == "Axolotl":
         raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove it")
@@ -103,7 +103,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         raise UserError(f"{path}: not a configuration of {', '.join(TRANSLATORS)}; use `zerolora train` for zerolora's")
     if trainer not in TRANSLATORS:
         raise UserError(
-            f"{path}: is a configuration of {trainer}; import the command that uses it: accelerate launch ..."
+            f"{path}: is a configuration of {trainer}; import the command that uses it, such as accelerate launch ..."
         )
     if trainer == "LLaMA-Factory" and file.mistakes:  # LLaMA-Factory cannot read it either
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
@@ -134,7 +134,7 @@ def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]])
 
 
 def _describe_origin(foreign: Foreign, names: tuple[str, ...]) -> str:
-    """Return `line 12, sequence_len`."""
+    """Return where a remark comes from, such as `line 12, sequence_len`."""
     line = foreign.find_line(names[0])
     return f"line {line}, {', '.join(names)}" if line else ", ".join(names)
 
@@ -147,7 +147,7 @@ def _wrap_comment(first: str, text: str, continuation: str) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """Escape characters that could end a comment, which names of files and keys may contain."""
+    """Escape non-printable characters: a newline in a file name or key would end the comment."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

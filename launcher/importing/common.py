@@ -14,13 +14,13 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
 UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
-"""A pattern of the names of models that are trained on text only here."""
+"""Pattern for the names of models that zerolora trains only on text."""
 NO_DATA = "set it to the data to train on"
 INT8 = (
-    "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
+    "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's outliers in 16 bits; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
-TOKENIZER_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
+TOKENIZER_TEMPLATE = "the tokenizer's template is used, which instruct models have"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
@@ -64,15 +64,15 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
 
 def check_model(t: Translation, name: str) -> None:
-    """Require a model, and refuse quantized ones by their name."""
+    """Require a model, and refuse it if its name contains an unsupported quantization format."""
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
     if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
-        t.refuse(name, f"its weights are in {match.group(1)}; use the 16-bit model")
+        t.refuse(name, f"its weights are in {match.group(1)}, which is not supported; use the 16-bit model")
 
 
 def check_images(t: Translation, name: str) -> None:
-    """Refuse models by their name if they are not trained on images here."""
+    """Refuse models, recognized by name, that zerolora cannot train on images."""
     if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
         t.refuse(name, REASONS["images"])
 
@@ -104,7 +104,7 @@ def set_precision(t: Translation, default: str = "auto") -> None:
 
 
 def set_attention(t: Translation, *names: str) -> None:
-    """Set the attention implementation: eager and sdpa as named, auto for all others, because results are equal."""
+    """Set the attention implementation: keep eager and sdpa; replace others with auto, with equal results."""
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
@@ -136,7 +136,7 @@ def set_bits(t: Translation, name: str) -> None:
 def set_default_targets(t: Translation, name: str) -> None:
     if t.get_setting("adapter") != "none" and "lora.target_modules" not in t.settings:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
-        t.note(name, "no targets are set; PEFT's default for most models is written out, q_proj and v_proj")
+        t.note(name, "no targets are set; q_proj and v_proj are used, PEFT's default for most models")
 
 
 def set_experts(t: Translation) -> None:
@@ -217,7 +217,7 @@ def set_thinking(t: Translation) -> None:
 
 
 def set_distribution(t: Translation) -> None:
-    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for optimizers that need whole matrices."""
+    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for optimizers that need full matrices."""
     options = t.get("fsdp_config")
     if options is not None or not is_off(t.get("fsdp")):
         name = "fsdp" if options is None else "fsdp_config"
@@ -233,7 +233,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file of a key and convert it to `kind`; return None if it is missing or damaged, and report damage."""
+    """Read the file that a key names, as `kind`; return None if it is missing, or report damage and return None."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -247,7 +247,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert a value in the file of a key to `kind`; report an error and return None if it does not fit."""
+    """Convert a value of the file that a key names to `kind`; report an error and return None if it does not fit."""
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
@@ -260,7 +260,7 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
 
 
 def set_partition(t: Translation, name: str, value: Any) -> None:
-    """Set ZeRO stage and offload from the content or path of a configuration of DeepSpeed or accelerate."""
+    """Set ZeRO stage and offload from a DeepSpeed or accelerate configuration, given as a mapping or a path."""
     value = read_partition(t, name, value)
     options = (value or {}).get("deepspeed_config", {})
     if "deepspeed_config_file" in options:
@@ -281,7 +281,7 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 def read_partition(t: Translation, name: str, value: Any) -> Any:
     """Return a configuration of DeepSpeed, FSDP or accelerate; read it if `value` is a path.
 
-    Returns None if the file is missing or damaged. The ZeRO stage is then set from the name of a missing file.
+    Returns None if the file is missing or damaged. If it is missing, sets the ZeRO stage from its name.
     """
     if not isinstance(value, str):
         return value
@@ -292,7 +292,7 @@ def read_partition(t: Translation, name: str, value: Any) -> Any:
 
 
 def set_stage_by_name(t: Translation, name: str, path: str) -> None:
-    """Set the distribution from the name of a missing file, such as those that TRL and accelerate provide."""
+    """Set ZeRO stage and offload from the name of a missing file, such as one that TRL or accelerate provides."""
     match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
     if "fsdp" in path:
         set_fsdp(t, name, {})
@@ -305,7 +305,7 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
 
 
 def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | None]) -> None:
-    """Set the ZeRO stage and offloading; `offload` has the devices of optimizer and parameters."""
+    """Set the ZeRO stage and offloading; `offload` holds the optimizer's device, then the parameters'."""
     optimizer, parameters = (device in ("cpu", "nvme") for device in offload)
     t.put("zero.stage", stage, name)
     if optimizer and stage:
@@ -330,7 +330,7 @@ def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     shards = str(settings.get("sharding_strategy", named)).upper()
     shards = [*FSDP_STAGES][int(shards) - 1] if shards in [*"12345"] else shards
     if shards not in FSDP_STAGES:
-        t.refuse(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or its number from 1")
+        t.refuse(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
     offloads = settings.get("offload_params") or "offload" in words
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)

@@ -17,7 +17,7 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 
 def translate(foreign: Foreign) -> Translation:
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        raise UserError(f"{foreign.label}: the layout of USE_V1=1 is not supported; use the default layout")
+        raise UserError(f"{foreign.label}: the format of USE_V1=1 is not supported; use the default format")
     t = Translation(foreign, KEYS)
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -36,7 +36,7 @@ def translate(foreign: Foreign) -> Translation:
             t.note("pref_bco_weight", "the rewards of bco_pair are not shifted by their running mean")
     elif t.get("stage") == "rm":
         common.set_preference(t, None, "cutoff_len", "stage")
-        t.note("stage", "a new score head without a bias, in place of a value head")
+        t.note("stage", "the reward model gets a new score head without a bias, not a value head")
     elif t.get("stage") == "kto":
         common.set_preference(t, {"kto": 1.0}, "cutoff_len", "stage")
     else:
@@ -81,7 +81,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
-        t.refuse("dataset_dir", "a list of datasets on the hub is not supported; download it and set its folder")
+        t.refuse("dataset_dir", "a list of datasets on the hub is not supported; download it and set its local folder")
     elif file is None:
         missing = f"no {folder}/dataset_info.json in the folder of this file or a parent folder"
         t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
@@ -169,7 +169,7 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
     theirs = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
     fields = {ours: columns[name] for ours, name in theirs.items() if columns.get(name, ours) != ours}
     if not columns or "query" in columns:
-        t.note("dataset", "instruction and input are joined by an empty line instead of a line break")
+        t.note("dataset", "instruction and input are joined by a blank line instead of a newline")
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
 
 
@@ -178,7 +178,7 @@ def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, k
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }
     if "history" in fields:
-        t.refuse(key, f"{name}: a history is not supported with labels; write the records as messages")
+        t.refuse(key, f"{name}: history is not supported with kto_tag; write the records as messages")
     return read | {"format": "unpaired", "fields": fields | {"label": label}}
 
 

@@ -51,7 +51,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """How one key of another trainer is translated."""
+    """Describes how one key of another trainer is translated."""
 
     kind: Any = Any
     """Type of its value, as `convert` expects it."""
@@ -170,7 +170,7 @@ class Setting(NamedTuple):
 
 
 class Translation:
-    """Our settings by dotted name, with remarks and errors about the keys that set them."""
+    """Collects our settings by dotted name, with remarks and errors about the keys that set them."""
 
     def __init__(self, foreign: Foreign, table: Table) -> None:
         self.foreign = foreign
@@ -316,7 +316,7 @@ class Translation:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value is empty, false, or a word such as `none`."""
+    """Return whether a value is empty, false, or a string such as `none`."""
     return value in EMPTY or str(value).strip().lower() in OFF_WORDS
 
 

@@ -25,7 +25,7 @@ SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
-    """Read a command line with `--name value`, `--name=value` and `--flag`, of the script and its launcher."""
+    """Read the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
     at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
@@ -45,7 +45,7 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     foreign = Foreign("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         if config is True:
-            raise UserError("--config: has no value; add one after it")
+            raise UserError("--config: has no value; add a file after it")
         foreign.path = Path(str(config))
         file = read_yaml(foreign.path, Yaml11Loader)
         foreign.tree = {**{str(name): value for name, value in file.tree.items()}, **tree}
@@ -101,7 +101,7 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def find_script(foreign: Foreign) -> str:
-    """Return `dpo`, `kto` or `reward` for these scripts, which train on pairs or labels, otherwise an empty string."""
+    """Return the script that trains on pairs or labels, `dpo`, `kto` or `reward`; empty for other scripts."""
     match = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
     return match[1] if match else ""
 
@@ -113,7 +113,7 @@ def read_losses(t: Translation) -> dict[str, float]:
             t.refuse("loss_type", f"{name}: {common.REASONS['preferences']}")
     weights = t.get("loss_weights", [1.0] * len(names))
     if len(weights) != len(names):
-        t.refuse("loss_weights", "must have one number for each loss of loss_type")
+        t.refuse("loss_weights", "must have one number for each loss in loss_type")
     losses = {common.PREFERENCE_LOSSES.get(name, "dpo"): weight for name, weight in zip(names, weights, strict=False)}
     return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
@@ -138,7 +138,7 @@ def set_data(t: Translation) -> None:
         t.require("dataset_name", common.NO_DATA)
     t.put_sources(sources, "datasets")
     if t.foreign.tree.get("max_length", "") is None:
-        t.note("max_length", "TRL would not truncate; dataset.max_length does, so increase it for longer texts")
+        t.note("max_length", "TRL would not truncate; dataset.max_length does, so increase it for longer documents")
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
@@ -165,7 +165,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 
 def set_accelerate(t: Translation) -> None:
-    """Set the ZeRO stage from accelerate's configuration file, the name of one of TRL's, or options."""
+    """Set the ZeRO stage from accelerate's configuration file, the name of a TRL configuration, or options."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)

@@ -21,7 +21,7 @@ NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file, and the PID of the process on this host that holds it, otherwise None."""
+    """A lock file, and the PID of the process on this host that holds it, or None if no process does."""
 
     path: Path
     holder: int | None
@@ -51,7 +51,7 @@ def remove_stale_locks() -> None:
     for lock in find_locks(root):
         if lock.holder is None and lock.age_s > MIN_AGE_S and not _is_on_network(root):
             lock.path.unlink(missing_ok=True)
-            say(f"note: removed {lock.path}, the lock of a build killed {lock.age_s / 60.0:.0f} minutes ago")
+            say(f"note: removed {lock.path}, a lock left by a killed build {lock.age_s / 60.0:.0f} minutes ago")
 
 
 def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:

@@ -1,6 +1,6 @@
 """`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh; end it if `zerolora` ends.
 
-Otherwise the command would outlive a killed `zerolora`. On SIGTERM, it ends its ranks or closes their connections.
+Otherwise the command would outlive a killed `zerolora`. On SIGTERM, the command ends its ranks or closes connections.
 """
 
 import os

@@ -141,7 +141,7 @@ class Failure:
 
 
 def _was_killed(death: Death) -> bool:
-    """Return whether an external signal killed the rank; not SIGTERM, with which launchers end the remaining ranks."""
+    """Return whether an external signal killed the rank; excludes SIGTERM, which launchers send to the other ranks."""
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
 
 
@@ -159,7 +159,7 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_repo
 
 
 def read_log_sizes(logs: Path) -> dict[str, int]:
-    """Return the current size of each log in bytes, so that the text of earlier runs can be skipped later."""
+    """Return the current size of each log in bytes, so that the output of earlier runs can be skipped later."""
     return {path.name: path.stat().st_size for path in logs.glob("*.log")}
 
 
@@ -167,7 +167,7 @@ def decode_exit_code(code: int) -> int:
     """Return the exit status behind a launcher's exit code: negative for a signal.
 
     DeepSpeed's launcher returns 256 - N for signal N; shells, srun and mpirun 128 + N; 255 is an error of ssh itself.
-    Codes of signals that end no process are srun's own, such as 151 for a node that does not respond.
+    Codes of signals that do not end a process are errors of srun itself, such as 151 for an unresponsive node.
     """
     for number in (256 - code, code - 128):
         if number in _FATAL_SIGNALS and code != 255:
@@ -245,7 +245,7 @@ def read_tail(text: str) -> list[str]:
 
 
 def _has_own_error(text: str, error: RankError | None) -> bool:
-    """Return whether a rank failed on its own, not because of another rank, according to its error or its log."""
+    """Return whether a rank's error or log shows that it failed by itself, not because of another rank."""
     if error is not None and error.is_consequence:
         return False
     return _TRACEBACK in text and not _LOST_PEER.search("\n".join(find_last_traceback(text)[-4:]))

@@ -40,7 +40,7 @@ def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
 
 
 def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
-    """Add the host of each rank to the text, because other ranks may not know it."""
+    """Add the host of each rank to the message, because other ranks may not know the host."""
     text = hang.text
     for rank in hang.ranks:
         host = host_name() if reach is None else reach.find_host(rank)

@@ -31,7 +31,7 @@ _SIGNALS_BY_CODE = {exit_code_after(number): number for number in FORWARDED_SIGN
 
 
 class PrestartedRanks:
-    """Rank processes that wait for `release`; leaving the `with` block ends those still waiting."""
+    """Starts rank processes that wait for `release`; leaving the `with` block ends those still waiting."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -43,7 +43,7 @@ class PrestartedRanks:
 
     @classmethod
     def start(cls, command: Command) -> Self:
-        """Start every rank of `command`, each in its own session.
+        """Start every rank of `command`, each in a separate session.
 
         Signals are only recorded until `wait_for_checks`: an exception in a handler would leave ranks behind.
         """
@@ -127,7 +127,7 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Give rank 0 `PATIENCE_S` to clean up, or until the next signal; end all ranks, and return the exit code."""
+        """Let rank 0 clean up for `PATIENCE_S` or until the next signal; end all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:

@@ -64,7 +64,7 @@ def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 def end_sessions(leader_pids: Collection[int]) -> None:
     """Kill every process of the sessions with these leaders and wait until they have ended.
 
-    Orphans of a dead process have init as their parent, but stay in its session.
+    Orphans of a dead leader have init as their parent, but stay in the leader's session.
     """
     deadline = time.monotonic() + END_PATIENCE_S
     while members := _list_session_members(leader_pids):

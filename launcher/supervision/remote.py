@@ -40,7 +40,7 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach:
-    """Reach ranks through mpirun; subclasses reach them through srun or ssh."""
+    """Signals ranks through mpirun and reads how they ended; subclasses do so through srun or ssh."""
 
     def find_host(self, rank: int) -> str:
         """Return the host of a rank; empty if unknown."""
@@ -62,11 +62,11 @@ class Reach:
             time.sleep(0.1)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        """Return rank -> exit status (negative for a signal) for the ranks in the launcher's log."""
+        """Return the exit status (negative for a signal) of each rank that the launcher's log reports."""
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return lost host -> evidence; `before` is the log before this process ended any rank."""
+        """Return the evidence for each lost host; `before` is the log before this process ended any rank."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
@@ -75,7 +75,7 @@ class Reach:
 
 
 class SrunReach(Reach):
-    """Reach ranks through srun, in an allocation that may lose nodes."""
+    """Signals ranks through srun, in an allocation that may lose nodes."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
@@ -104,7 +104,7 @@ class SrunReach(Reach):
 
 
 class SshReach(Reach):
-    """Reach ranks through ssh, because pdsh forwards no signals. Ranks have the order of `slots`."""
+    """Signals ranks over ssh, because pdsh does not forward signals. Ranks are numbered in the order of `slots`."""
 
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
@@ -157,7 +157,7 @@ class SshReach(Reach):
 
 
 def _parse_srun(log: str) -> dict[int, int]:
-    """Return rank -> exit status; 0 where srun's description is not recognized."""
+    """Return the exit status of each rank; 0 if srun's description of it is not recognized."""
     statuses: dict[int, int] = {}
     for ranks, code, description in _SRUN_STATUS.findall(log):
         status = int(code) if code else -_SIGNALS.get(description, 0)
@@ -174,7 +174,7 @@ def _matches_host(label: str, host: str) -> bool:
 
 
 class LauncherLog:
-    """The log of the ranks' launcher, from `skip_current` on."""
+    """Reads the log of the ranks' launcher, without the part that `skip_current` skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -193,7 +193,7 @@ class LauncherLog:
         return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
     def read(self) -> str:
-        """Return the text; the last text read if the file server does not respond."""
+        """Return the text, or the text last read if the file server does not respond."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._start)
             self._text = file.read().decode(errors="replace")

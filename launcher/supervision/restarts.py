@@ -52,7 +52,7 @@ class Ending:
         return cls(code, fault, ranks, step, any(beat.has_completed_step for beat in beats))
 
     def is_same_failure(self, other: "Ending | None") -> bool:
-        """Return whether both failed in the same step with the same status."""
+        """Return whether both attempts failed in the same step with the same status."""
         if other is None or self.fault is None or other.fault is None:
             return False
         return self.step > 0 and (self.step, self.fault.status) == (other.step, other.fault.status)
@@ -63,7 +63,7 @@ Start = Callable[[Sequence[str]], Ending]
 
 
 class Restarts:
-    """Start the ranks of one run until they succeed or a restart cannot help."""
+    """Starts the ranks of one run until they succeed or a restart cannot help."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Restarts:
     ) -> None:
         """Allow `max_restarts` restarts after failures; `resumes` if the user set a checkpoint to resume from.
 
-        `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name. Without it,
-        a run with such a failure ends. `adapters` are those of the run, which `zerolora adapters` may change.
+        `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without
+        `exclude`, such a failure ends the run. `adapters` are the run's adapters, which `zerolora adapters` may change.
         """
         self._adapters = list(adapters)
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts

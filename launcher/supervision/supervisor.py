@@ -64,7 +64,7 @@ class State(Enum):
 
 
 class End(Enum):
-    """Why the launcher ends a run, or stops watching it, before all processes have ended."""
+    """Reasons for the launcher to end a run, or to stop watching it, before all processes have ended."""
 
     AT_ONCE = auto()
     """After another signal, or with nothing to save."""
@@ -98,9 +98,9 @@ class StopSignals:
 
 
 class Supervisor:
-    """Supervise one run of a command: its processes, the signals received, and how each rank ended.
+    """Supervises one run of a command: its processes, the signals received, and how each rank ended.
 
-    `reach` accesses ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` returns processes that
+    `reach` signals ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` returns processes that
     write their output to `log`; the default starts `command`.
     """
 
@@ -196,7 +196,7 @@ class Supervisor:
         return None
 
     def _set_deadline(self, now: float) -> None:
-        """Set a deadline once a rank has failed or stopped: in NCCL, others wait for it and get no signal."""
+        """Set a deadline once a rank has failed or stopped: others wait for it in NCCL, unaffected by signals."""
         stopped = self._has_stopped()
         has_failed = any(death.status not in (None, 0, *STOP_CODES) for death in self.deaths.values())
         if not (stopped or has_failed or self.observer.has_failure):
@@ -251,7 +251,7 @@ class Supervisor:
     def _has_stopped(self) -> bool:
         """Return whether a rank ended because of a signal, after saving or with nothing to save.
 
-        With `reach`, ranks count only after a signal to this process, because their launcher also ends them by signal.
+        With `reach`, ranks count only after a signal to this process, because their launcher also ends ranks by signal.
         """
         codes = {death.status for death in self.deaths.values()}
         if self.reach is not None and self.signals and self.state is not State.FAILING:

@@ -1,4 +1,4 @@
-"""Show rank 0's output on the user's terminal: it inherits stdout, or writes to a file if it may be on another host.
+"""Show rank 0's output on the user's terminal: rank 0 inherits stdout, or writes to a file if it may run elsewhere.
 
 Other launchers add their own lines to the output that they forward; the file has only the lines of rank 0.
 """
@@ -24,7 +24,7 @@ def share_stdout() -> int:
 
 
 class ConsoleFile:
-    """A file in the run's folder, for rank 0 on any host; appended bytes are copied to this process's stdout."""
+    """Copies to stdout what rank 0, on any host, appends to a file in the run's folder."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def say(message: str) -> None:
 
 
 def show(line: str) -> None:
-    """Print a progress line of the launcher on stdout, among those of rank 0."""
+    """Print a progress line of the launcher on stdout, where rank 0 prints its progress, too."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
@@ -103,7 +103,7 @@ def _clear_line() -> None:
 
 
 def _write(data: bytes) -> bool:
-    """Write all of `data` to stdout; return False for errors, because the run must continue."""
+    """Write all of `data` to stdout; return False on an error instead of raising, because the run must continue."""
     try:
         while data:
             data = data[os.write(1, data) :]

@@ -52,7 +52,7 @@ def choose_slots(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> Slots:
-    """Return the slots that pass the filters. Raises UserError for unknown hosts or GPUs, and if none pass."""
+    """Return the slots that pass the filters. Raises UserError for unknown hosts or GPUs, and if no slot passes."""
     if include is not None and exclude is not None:
         raise UserError("--include with --exclude: cannot be combined; remove one")
     if include is not None:
@@ -84,7 +84,7 @@ def check_reachable(hosts: Sequence[str], folder: Path) -> None:
 
 
 def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
-    """Return host -> problem where ssh does not reach a host, or this Python or `folder` is missing there."""
+    """Return the problem of each host that ssh does not reach, or on which this Python or `folder` is missing."""
     command = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
         problems = pool.map(lambda host: _find_ssh_problem(host, command), hosts)
@@ -92,7 +92,7 @@ def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
 
 
 def run_on(host: str, command: str) -> None:
-    """Run a shell command on a host; ignore its result, and a host that does not respond."""
+    """Run a shell command on a host; ignore the result, even if the host does not respond."""
     try:
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Commands that start one process per GPU: on this machine, or on the hosts of a hostfile with DeepSpeed's launcher.
 
 On this machine, ranks are started directly with the variables that DeepSpeed's launcher would set. This makes their
-exit status known, and saves the time that the launcher's two processes take to import. `deepspeed --module
+exit status known, and saves the time that the launcher's two processes spend on imports. `deepspeed --module
 trainer.train` is equivalent and supported; a dry run prints it.
 """
 
@@ -144,7 +144,7 @@ def build_hostfile_command(
 ) -> Command:
     """Return the command that runs `module` on every slot of every host with DeepSpeed's launcher over pdsh.
 
-    `environment_file` holds the variables for ranks on other hosts. Raises UserError without pdsh.
+    `environment_file` holds the variables for ranks on other hosts. Raises UserError if pdsh is missing.
     """
     if shutil.which("pdsh") is None:
         raise UserError("--launcher hostfile: pdsh is not installed; run `apt install pdsh`, or use mpi or slurm")
@@ -175,10 +175,10 @@ def select_exported_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
-    """Write `file`, which DeepSpeed's launcher reads instead of ~/.deepspeed_env, with the variables of both.
+    """Write the variables of `env` and ~/.deepspeed_env to `file`, which DeepSpeed's launcher reads instead.
 
-    PYTHONPATH is set because DeepSpeed's begins with the working directory. PATH begins with the folder of this Python
-    and of the ninja that built the operators: a different ninja would rebuild them, and without ninja ranks fail.
+    PYTHONPATH is set because DeepSpeed's value begins with the working directory. PATH begins with the folder of this
+    Python and of the ninja that built the operators: a different ninja would rebuild them, and without one ranks fail.
     """
     user_file = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]

@@ -38,7 +38,7 @@ class Allocation:
 
 
 def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
-    """Return the nodes of this allocation that pass the filters. Raises UserError outside of an allocation."""
+    """Return the nodes of this allocation that pass the filters. Raises UserError outside an allocation."""
     if not in_allocation(env):
         raise UserError(
             "--launcher slurm: not inside a SLURM allocation; use `zerolora submit CONFIG`, or run this in `salloc` or "
@@ -98,7 +98,7 @@ def build_srun_command(
 
 
 def find_lost_nodes(allocation: Allocation) -> list[str]:
-    """Return the nodes that SLURM has marked as lost, else those that do not run a minimal step.
+    """Return the nodes that SLURM has marked as lost; if there are none, the nodes that cannot run a minimal step.
 
     SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and none of its nodes
     starts a step. After a restart of slurmctld, no node starts one for some seconds, so silent nodes are tried twice.

@@ -71,7 +71,7 @@ def test_a_running_run_gets_an_adapter_and_loses_one(ground: Path) -> None:
 
 def test_mistakes_change_nothing(ground: Path) -> None:
     runs = ground / "runs"
-    assert "not a run of several adapters" in zerolora(ground, "adapters", "remove", "runs", "a").stderr
+    assert "not a run with several adapters" in zerolora(ground, "adapters", "remove", "runs", "a").stderr
     record = AdapterChanges(["c.yaml"], str(ground))
     record.write(runs)
     (ground / "bad.yaml").write_text("name: a\n")

@@ -83,7 +83,7 @@ def test_a_run_removes_locks_of_killed_builds(
     with locks["held"].open():
         remove_stale_locks()
     assert [lock.exists() for lock in locks.values()] == [False, True, True]
-    assert capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build killed 10 minutes ago\n"
+    assert capsys.readouterr().err == f"note: removed {locks['old']}, a lock left by a killed build 10 minutes ago\n"
 
 
 def test_too_little_memory_or_disk_fails(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (Request("ssh"), "--launcher ssh: must be one of auto, local, hostfile, slurm, mpi"),
         (Request("hostfile"), "--launcher hostfile: needs --hostfile FILE"),
-        (Request("slurm", Path("h")), "--launcher slurm takes none"),
-        (Request("local", Path("h")), "--launcher local takes none"),
+        (Request("slurm", Path("h")), ": slurm takes no hostfile; use --launcher"),
+        (Request("local", Path("h")), ": local takes no hostfile; use --launcher"),
         (Request("local", num_nodes=2), "--num-nodes 2: a local run"),
         (Request("local", include="a:0"), "--include a:0: needs --hostfile"),
         (Request("local", exclude="a:0"), "--exclude a:0: needs --hostfile"),

@@ -140,9 +140,9 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert (training.evals_per_epoch, training.saves_per_epoch, training.neftune_noise_alpha) == (3, 2, 5.0)
     assert training.save_total_limit == 4
     head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
-    assert "line 2, load_in_8bit: weights (per row), inputs (per token) and products are int8" in head
+    assert "line 2, load_in_8bit: weights (per row), inputs (per token) and matmuls are int8" in head
     assert "Without effect here: dataset_prepared_path, liger_rope, plugins, tf32, wandb_project." in head
-    assert "line 39, special_tokens: eos_token: the tokenizer's own tokens are used" in head
+    assert "line 39, special_tokens: eos_token: the tokenizer's tokens and the" in head
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
 
 
@@ -339,7 +339,7 @@ def test_axolotls_batch_size_becomes_accumulation() -> None:
 
 def test_llama_factorys_second_layout_is_refused() -> None:
     text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
-    assert "the layout of USE_V1=1 is not supported" in refused(text)
+    assert "the format of USE_V1=1 is not supported" in refused(text)
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:

@@ -361,7 +361,7 @@ def test_an_option_without_a_value_has_none_in_its_message() -> None:
 
 def test_one_value_of_an_option_is_a_list() -> None:
     dpo = ["trl", "dpo", *TRL[1:], "--loss_type", "sigmoid", "hinge", "--loss_weights"]
-    with pytest.raises(UserError, match=r"^--loss_weights=1: must have one number for each loss of loss_type$"):
+    with pytest.raises(UserError, match=r"^--loss_weights=1: must have one number for each loss in loss_type$"):
         written([*dpo, "1"])
     assert dict(written([*dpo, "1", "0.5"])[0].preference.loss) == {"dpo": 1.0, "hinge": 0.5}
 

@@ -74,7 +74,7 @@ def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) 
     os.mkfifo(folder / "pipe")
     result = zerolora("train", "pipe", cwd=folder)
     assert result.returncode == 2
-    assert result.stderr == "error: pipe: is a pipe, which only one rank could read; write it to a file\n"
+    assert result.stderr == "error: pipe: is a pipe, which only one rank could read; pass a regular file\n"
 
 
 def test_progress_of_the_start_is_printed_line_by_line(folder: Path) -> None:

@@ -36,7 +36,7 @@ def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] 
 
 
 def find_adapter_damage(folder: Path) -> str | None:
-    """Return why the adapter in a folder cannot be loaded, beginning with a file name; None if it can.
+    """Return why the adapter in a folder cannot be loaded, beginning with a file name; None if it can be.
 
     Compares the weights with their recorded checksum if there is one. Raises UserError if the settings are missing.
     """
@@ -84,7 +84,7 @@ def _recorded_checksums(folder: Path) -> dict[str, str]:
 
 
 class NotReloadable(UserError):
-    """Raised by a save whose adapter PEFT would not load whole. Another save or start would fail in the same way."""
+    """Raised if PEFT could not load the saved adapter completely. Retrying or restarting would fail in the same way."""
 
     exit_code = 1
 
@@ -107,7 +107,7 @@ class AdapterForm:
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
         """Find the names by having PEFT save the model with an index in place of each tensor.
 
-        Takes tenths of a second. Raises UserError for tensors that plain PEFT could not load.
+        Takes a few tenths of a second. Raises UserError for tensors that plain PEFT could not load.
         """
         trained = list(trained)
         adapter = (choice.selected if (choice := find_choice(model)) else None) or DEFAULT
@@ -131,9 +131,9 @@ class AdapterForm:
         )
 
     def check_loads(self, folder: Path) -> None:
-        """Raise NotReloadable unless plain PEFT takes every tensor of a written adapter and misses none.
+        """Raise NotReloadable unless plain PEFT loads every tensor of a saved adapter and misses none.
 
-        It loads the adapter on an empty base, once for the same settings, names and shapes.
+        PEFT loads the adapter onto an empty base, only once for the same settings, names and shapes.
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}

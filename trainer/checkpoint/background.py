@@ -26,7 +26,7 @@ class SaveFailed(UserError):
 
 
 class Save:
-    """A checkpoint that is being written on one rank."""
+    """Writes a rank's files of a checkpoint in a thread, and publishes the checkpoint."""
 
     def __init__(
         self, folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], ranks: Ranks

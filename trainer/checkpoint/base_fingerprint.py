@@ -27,7 +27,7 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """Return the `name` of a random base, or the hub `commit` and hashes of `weights` and `config`.
+    """Return the `name` of a randomly initialized base, or the hub `commit` and hashes of `weights` and `config`.
 
     Also contains hashes, by name, of an image pipeline's frozen parts and of Python files that loading would run.
     Empty if the base is not on this machine yet.
