@@ -179,7 +179,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
     "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; scu.target=0": ("scu.target=0: must be above 0",),
-    "scu.enabled=true ; scu.measure=kl": ("scu.reference: scu.measure: kl needs texts", "set it to a file"),
+    "scu.enabled=true ; scu.measure=kl": ("scu.reference: scu.measure: kl needs reference text", "set it to a file"),
     "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; training.offload_activations=true ; "
     "training.gradient_checkpointing=true": (
         "training.offload_activations=true: not supported with scu.measure: kl",
@@ -302,7 +302,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
     "base_model=no-data": ("base_model=no-data: has no config.json",),
-    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use the folder",),
+    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use its folder",),
     "base_model=odd-padding": ("base_model=odd-padding: config.json is unusable",),
     "base_model=pickled": ("base_model=pickled: has no .safetensors file", "convert"),
     "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
@@ -347,8 +347,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.path=broken.jsonl": ("dataset.path=broken.jsonl", "line 2", "JSON"),
     "dataset.path=wrong.jsonl": ("question", "reply", "dataset.fields"),
     "dataset.path=wrong.jsonl ; dataset.format=alpaca": (
-        "dataset.format=alpaca: the records have no instruction",
-        "question",
+        "dataset.format=alpaca: the records have question, reply, but no instruction",
     ),
     "dataset.path=robot.jsonl": ("robot", "unknown role 'robot'"),
     "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),

@@ -392,9 +392,7 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
     write_chats(Path("chats.jsonl"), 3)
     plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     plain.chat_template = None
-    with pytest.raises(
-        UserError, match=r"record 1: is a conversation, and the tokenizer has no chat template; set dataset"
-    ):
+    with pytest.raises(UserError, match=r"record 1: is a conversation, but the tokenizer has no chat template; set "):
         prepared(plain)
     data = prepared(plain, chat_template=tokenizer.chat_template)
     assert count_samples(data) == count_samples(prepared(tokenizer))

@@ -89,7 +89,7 @@ def test_init_writes_its_own_file_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "empty").mkdir()
-    assert "--model empty: has no config.json; use the folder of a" in refuse("init", "--model", "empty")
+    assert "--model empty: the folder has no config.json; use the folder of a" in refuse("init", "--model", "empty")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -371,7 +371,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
     ("name", "content", "more", "line"),
     [
         ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
-        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is text, not a record with role and content"),
+        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is text; write a record with role and content"),
         ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
@@ -406,9 +406,12 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["train", "c.yaml", "--num-gpus", "two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
-        (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; `zerolora train"),
-        (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; `zerolora submit"),
+        (
+            ["train", "c.yaml", "--num-gpus", "two"],
+            "error: --num-gpus two: must be a whole number; see `zerolora train",
+        ),
+        (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; see `zerolora train"),
+        (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; see `zerolora submit"),
     ],
 )
 def test_numbers_of_the_launcher_are_named(words: list[str], line: str, refuse: Command) -> None:
@@ -459,7 +462,7 @@ def test_the_strategy_of_fsdp_is_taken_from_its_words(tmp_path: Path) -> None:
         ("flash_attn: fa9\n", "yaml:5: flash_attn=fa9: must be true or false, or 'auto', 'disabled', 'sdpa'"),
         ("stage: dpo\npref_loss: nope\n", "pref_loss=nope: must be sigmoid, hinge, ipo, orpo, simpo or another"),
         ("max_samples: 0\n", "yaml:5: max_samples=0: must be 1 or more; remove it to use all records"),
-        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is not in "),
+        ("eval_dataset: none-such\n", "yaml:5: eval_dataset=none-such: none-such is missing"),
     ],
 )
 def test_odd_values_of_llamafactory_are_named(text: str, line: str, tmp_path: Path) -> None:
@@ -719,7 +722,7 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
         (
             "d.jsonl",
             b'{"messages": ["a", {"role": "user", "content": "b"}]}\n',
-            "record 1, turn 1: is text, not a record",
+            "record 1, turn 1: is text; write a record",
         ),
         ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
         ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the names"),
@@ -762,7 +765,10 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
     [
         ("output_dir: [a]\n", "output_dir=[a]: must be text, not a list"),
         ("streaming: true\n", "streaming=true: the length of a streamed dataset is unknown"),
-        ("pretraining_dataset: [{path: d, type: completion}]\n", "pretraining_dataset: the length of a stream is"),
+        (
+            "pretraining_dataset: [{path: d, type: completion}]\n",
+            "pretraining_dataset: the length of a streamed dataset is",
+        ),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is also set; remove one"),
         ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
