@@ -83,7 +83,7 @@ def test_skipped_records_are_counted_in_metrics_report_and_log(ground: Path, dat
     assert "dataset: 2 of 42 records are skipped; first: " in seen
     # A stream has begun its second pass by then.
     count = 4 if streaming else 2
-    assert f"dataset: {count} records were skipped" in seen
+    assert f"dataset: skipped {count} records" in seen
     last = records(ground / name)[-1]
     assert last["data/skipped/dataset"] == count and ("train/epoch" in last) != streaming
     assert "skipped records" in (ground / name / "report.html").read_text()

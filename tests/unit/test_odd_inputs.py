@@ -879,7 +879,7 @@ def test_layers_that_the_adapter_does_not_reach_are_reported(
     run = make_run(tmp_path)
     deeper = save_family(tmp_path / "deeper", "llama", num_hidden_layers=9)
     find_run(run, str(deeper), allow_mismatch=True)
-    assert f"note: base_model={deeper}: has 9 layers, and the adapter " in capsys.readouterr().err
+    assert f"note: base_model={deeper}: has 9 layers, but the adapter " in capsys.readouterr().err
 
 
 def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -895,7 +895,7 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     [
         ({}, ""),
         ({"r": 8}, "does not fit this model: size mismatch for .*q_proj.lora_A"),
-        ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer, first .*k_proj"),
+        ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer .first: .*k_proj"),
         ({"use_dora": True}, r"14 tensors of the adapted model are not in the file"),
         ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),
         ({"lora_alpha": 0}, "lora_alpha: must be above 0"),
