@@ -12,7 +12,7 @@ from scripts import family_table
 from scripts.family_table import COLUMNS, PAGE, page, read
 
 SAMPLE = (
-    "aria_text deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss hrm_text mamba2 minimax_m2 musicgen nemotron_h openai-gpt "
+    "aria_text chameleon deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss hrm_text mamba2 minimax_m2 musicgen nemotron_h "
     "qwen3_5 zamba2"
 ).split()
 """Fused, transposed and shared weights, experts, recurrent layers, indexers, images, and what is refused."""
