@@ -386,8 +386,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("turn 1", "neither text nor images"),
     ),
-    "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is text, not a record")),
-    "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is text, not a list")),
+    "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is text; write a record")),
+    "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is text")),
     "another format in between": (
         {"messages": None, "text": "x"},
         {"format": "messages"},

@@ -292,12 +292,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": turns("<image>?"), "images": ["bad.png"]},
         "record 1, image 1 .*cannot be read as an image",
     ),
-    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image for 2 <image>"),
-    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images for 1 <image>"),
-    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image for 0 <image>"),
+    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image, but 2 placeholders"),
+    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images, but 1 placeholder"),
+    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image, but 0 placeholders"),
     "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is a URL .*download it"),
     "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
-    "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
+    "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times, but there are 0 images"),
     "pairs": (
         {
             "chosen": turns("?", "red"),
