@@ -1,5 +1,6 @@
 """The console: zerolora's lines reach the user, everything else ends in the rank's log."""
 
+import io
 import os
 import pty
 import subprocess
@@ -8,6 +9,9 @@ import termios
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from trainer.monitor.console import Output
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATTER = """
@@ -176,6 +180,13 @@ def test_many_warnings_are_repeated_in_part(tmp_path: Path) -> None:
     lines = run(script(tmp_path, body)).stdout.splitlines()
     shown = [f"warning: {number}" for number in range(10)]
     assert lines[24:] == ["12 warnings in this run:", *shown, "... and 2 more, in logs/rank-0.log"]
+
+
+def test_warnings_are_yellow_on_a_terminal() -> None:
+    shown = io.StringIO()
+    output = Output(Console(file=shown, force_terminal=True, color_system="standard"), is_main=True, verbose=False)
+    output("warning: few records")
+    assert "\x1b[33mwarning:\x1b[0m few records" in shown.getvalue()
 
 
 def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Path) -> None:

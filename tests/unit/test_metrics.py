@@ -148,14 +148,15 @@ def test_some_lines_of_steps_stay_above_the_bar(tmp_path: Path) -> None:
 def test_lines_are_aligned_where_there_is_no_terminal(tmp_path: Path) -> None:
     writer, shown = metrics(tmp_path, total=1000)
     for step, scale in ((5, 1.0), (50, 4.0), (1000, 0.25)):
-        values = {name: value * scale for name, value in STEP.items()}
+        values = {name: value * scale for name, value in STEP.items()} | {"train/epoch": step / 500}
         writer.progress(step, values)
         writer.log(step, values)
     writer.log(1000, {"eval/loss": 2.0, "eval/bpt": 2.8854, "eval/perplexity": 7.389})
     writer.close()
     *lines, evaluation = shown.getvalue().splitlines()
     assert len(lines) == 3
-    for word in (" left", "loss", "lr", "grad", "tok/s", "GiB"):
+    assert [line.split("epoch")[1].split()[0] for line in lines] == ["0.01", "0.10", "2.00"]
+    for word in (" left", "epoch", "loss", "lr", "grad", "tok/s", "GiB"):
         assert len({line.index(word) for line in lines}) == 1, word
     assert evaluation == "step 1000/1000  held-out loss  2.0000  2.8854 bits/token  perplexity 7.39"
 

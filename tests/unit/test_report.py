@@ -103,6 +103,15 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert re.findall('role="img" aria-label="(.*?)"', page) == drawn
 
 
+def test_the_loss_chart_marks_the_kept_step() -> None:
+    records = [{"step": step, "train/loss": 2.0, "eval/loss": 3.0 - step / 10} for step in (1.0, 2.0)]
+    records[-1] |= {"eval/kept_step": 1.0, "eval/kept_loss": 2.9}
+    (loss,) = [chart for chart in build_charts(records) if chart.title == "Loss"]
+    [kept] = [curve for curve in loss.curves if curve.label.startswith("kept")]
+    assert (kept.label, kept.kind, kept.color) == ("kept: step 1", "dots", "green")
+    assert (kept.line.steps.tolist(), kept.line.values.tolist()) == ([1.0], [2.9])
+
+
 def test_the_charts_of_the_page_are_at_the_places_of_their_values(tmp_path: Path) -> None:
     """Held-out losses are points at their steps; training losses are there raw and as a mean; a gap stays one."""
     make_run(tmp_path)

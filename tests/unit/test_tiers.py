@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from benchmarks.tiers import __main__ as tiers
@@ -371,3 +372,12 @@ def test_a_base_model_without_a_template_is_given_alpacas(tmp_path: Path) -> Non
     [document] = encoder.encode([Turns(turns)], ["here"])
     learnt = [token for token, trained in zip(document.input_ids, document.trained, strict=True) if trained]
     assert tokenizer.decode(learnt) == f"It.{tokenizer.eos_token}"
+
+
+def test_the_workflow_runs_the_tier_full_once_a_week() -> None:
+    """`on` is a boolean of YAML 1.1."""
+    workflow = yaml.safe_load((Path(__file__).parents[2] / ".github/workflows/gpu-nightly.yml").read_text())
+    times = [each["cron"] for each in workflow[True]["schedule"]]
+    job = workflow["jobs"]["full"]
+    [weekly] = [time for time in times if repr(time) in job["if"]]
+    assert weekly.split()[-1] != "*" and any("tier full" in step.get("run", "") for step in job["steps"])

@@ -45,4 +45,4 @@ def main(argv: list[str] | None = None) -> None:
     }
     for option in (option for option, is_used in used.items() if is_used):
         refuse_unsupported(run, f"merge {option}")
-    print(adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options))
+    print(f"merged model: {adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options)}")
