@@ -76,5 +76,5 @@ def test_training_continues_without_its_console(folder: Path, how: str) -> None:
     code, printed = run("train c.yaml", how, folder)
     assert code == 0, printed
     assert (folder / "run" / "adapter_model.safetensors").is_file()
-    log = (folder / "run" / "logs" / "launcher.log").read_text()
+    log = (folder / "run" / "logs" / "rank-0.log").read_text()
     assert ("training continues without it" in log) == (how != "2>&-"), log

@@ -45,6 +45,7 @@ class _Screen:
                     break  # the log's disk is also full
                 os.close(self._fd)
                 self._fd, self._terminal = 1, False
+                unsent = b"standard output can no longer be written; training continues without it\n" + unsent
         return len(text)
 
     def flush(self) -> None:
