@@ -331,16 +331,16 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ("record 1", "tool calls", "dataset.chat_template"),
     ),
     "tools in a template without": (CHATML, TALK, {"tools": [{"type": "function"}]}, ("record 1", "has tools")),
-    "a template that is none": ("{% for message in %}", TALK, {}, ("dataset.chat_template", "cannot be used")),
+    "a template that is none": ("{% for message in %}", TALK, {}, ("dataset.chat_template", "cannot be rendered")),
     "a loop that is too long": (
         "{% for i in range(10**12) %}x{% endfor %}",
         TALK,
         {},
-        ("cannot be used", "Range too big"),
+        ("cannot be rendered", "Range too big"),
     ),
-    "a text that is too long": ("{{ 'x' * 10**12 }}", TALK, {}, ("dataset.chat_template", "cannot be used")),
-    "a division by nothing": ("{{ 1 / 0 }}", TALK, {}, ("cannot be used (division by zero)",)),
-    "an escape from the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be used", "unsafe")),
+    "a text that is too long": ("{{ 'x' * 10**12 }}", TALK, {}, ("dataset.chat_template", "cannot be rendered")),
+    "a division by nothing": ("{{ 1 / 0 }}", TALK, {}, ("cannot be rendered (division by zero)",)),
+    "an escape from the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be rendered", "unsafe")),
     "a template that lets turns out": (
         CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}").replace(
             "<|im_start|>{{ message['role'] }}",

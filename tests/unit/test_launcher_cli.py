@@ -104,7 +104,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["train", "none.yaml"], "error: none.yaml: no such file"),
         (["train", "c.yaml", "--num-gpus", "0", "--dry-run"], "error: --num-gpus 0: must be 1 or more"),
         (["train", "c.yaml", "lora.rnak=8"], "error: lora.rnak: unknown setting; did you mean lora.r"),
-        (["config"], "error: zerolora config: no file"),
+        (["config"], "error: zerolora config: no configuration file"),
         (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? See `zerolora --help`"),
         (["train", "c.yaml", "--num-gpu", "2"], "error: No such option: --num-gpu"),
         (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=VALUE"),
