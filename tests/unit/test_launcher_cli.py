@@ -108,7 +108,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? See `zerolora --help`"),
         (["train", "c.yaml", "--num-gpu", "2"], "error: No such option: --num-gpu"),
         (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=VALUE"),
-        (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=VALUE; `"),
+        (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=VALUE; see `"),
         (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
         (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and each CPU rank needs "),
         (["train"], "error: Missing argument 'CONFIG'. See `zerolora train --help`"),
