@@ -139,7 +139,7 @@ def test_a_model_is_known_by_its_name(name: str, shape: str | None) -> None:
         ("num_hidden_layers=", "num_hidden_layers=None must be a number"),
         ("hidden_size=65", "not a multiple of the number of attention heads"),
         ("num_attention_heads=0", "must be a whole number from 1"),
-        ("num_key_value_heads=3", "num_key_value_heads=3 does not divide 4 heads"),
+        ("num_key_value_heads=3", "num_key_value_heads=3 must divide 4 heads"),
         ("rope_theta=x", "rope_theta=x must be a number"),
         ("rope_scaling=x", "rope_parameters"),
         ("dtype=foo", "foo"),

@@ -30,18 +30,18 @@ def test_groups_follow_the_hosts(within: Within, groups: list[list[int]]) -> Non
 
 
 def test_groups_of_unequal_size_are_refused() -> None:
-    with pytest.raises(UserError, match=r"zero.shard_within=4: 6 ranks cannot .* Use host, all or a divisor"):
+    with pytest.raises(UserError, match=r"zero.shard_within=4: 6 ranks cannot .* use host, all or a divisor"):
         list_groups(4, HOSTS)
 
 
 @pytest.mark.parametrize(
     ("settings", "state", "found"),
     [
-        (["zero.stage=3"], "OK", "auto: copies of the base: 3, over 1 or 2 or 3 ranks each, if a copy fits on a host"),
+        (["zero.stage=3"], "OK", "auto: copies of the base: 3, each sharded over 1 or 2 or 3 ranks, if a copy fits on a host"),
         (
             ["zero.stage=3", "zero.shard_within=all"],
             "WARN",
-            "all: copies of the base: 1, over 6 ranks each; weights",
+            "all: copies of the base: 1, each sharded over 6 ranks; weights",
         ),
         (["zero.stage=3", "zero.shard_within=4"], "FAIL", "6 ranks cannot be divided into groups of 4"),
     ],

@@ -179,7 +179,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
     "named as modules and left out": (
         {"target_modules": ("experts",), "experts": False},
-        r"lora.target_modules=experts: names experts, but lora.experts is false; remove one",
+        r"lora.target_modules=experts: names experts, but lora.experts is false; remove it",
     ),
     "one of them": (
         {"target_modules": ("experts.1.w1",)},

@@ -82,7 +82,7 @@ class DataStats:
         lost = "the beginning of their prompts" if self.pairs else "their end"
         leaks = "held-out documents are also in the training data, so the held-out loss is too low"
         problems = (
-            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit} are cut at {limit}, and lose {lost}"),
+            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit}s are cut at {limit}, and lose {lost}"),
             (self.dropped, self.records, WARNED_FRACTION, "records are dropped because they have no trained tokens"),
             (self.too_long, self.records, WARNED_FRACTION, f"records are longer than {limit} and dropped"),
             (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
