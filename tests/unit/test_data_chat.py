@@ -409,7 +409,9 @@ def test_fields_of_calls_and_parts_that_are_not_used_are_reported(
 
 @pytest.mark.parametrize("kind", ["image", "image_url", "thinking", "input_audio"])
 def test_a_part_that_is_not_text_is_refused_although_it_has_a_text(kind: str) -> None:
-    problem = "has 0 images, but 1 placeholder" if "image" in kind else "turn 1: content has parts that are neither text nor"
+    problem = (
+        "has 0 images, but 1 placeholder" if "image" in kind else "turn 1: content has parts that are neither text nor"
+    )
     record = {"messages": [{"role": "user", "content": [{"type": kind, "text": ""}, {"type": "text", "text": "hi"}]}]}
     with pytest.raises(UserError, match=problem):
         read_record(record, Shape("messages", {"messages": "messages"}), "record 1")

@@ -13,7 +13,7 @@ from rich.console import Console
 from trainer.checkpoint.run_record import write_run_record
 from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.rank_arguments import encode_command
-from trainer.monitor.metrics import Metrics, read_metrics
+from trainer.monitor.metrics import Metrics, Record, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import build_charts, render_chart
 from trainer.monitor.report.curves import extract_series, running_mean
@@ -104,7 +104,7 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_the_loss_chart_marks_the_kept_step() -> None:
-    records = [{"step": step, "train/loss": 2.0, "eval/loss": 3.0 - step / 10} for step in (1.0, 2.0)]
+    records: list[Record] = [{"step": step, "train/loss": 2.0, "eval/loss": 3.0 - step / 10} for step in (1.0, 2.0)]
     records[-1] |= {"eval/kept_step": 1.0, "eval/kept_loss": 2.9}
     (loss,) = [chart for chart in build_charts(records) if chart.title == "Loss"]
     [kept] = [curve for curve in loss.curves if curve.label.startswith("kept")]

@@ -37,7 +37,11 @@ def test_groups_of_unequal_size_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "state", "found"),
     [
-        (["zero.stage=3"], "OK", "auto: copies of the base: 3, each sharded over 1 or 2 or 3 ranks, if a copy fits on a host"),
+        (
+            ["zero.stage=3"],
+            "OK",
+            "auto: copies of the base: 3, each sharded over 1 or 2 or 3 ranks, if a copy fits on a host",
+        ),
         (
             ["zero.stage=3", "zero.shard_within=all"],
             "WARN",

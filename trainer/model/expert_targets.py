@@ -38,8 +38,9 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
-    paths, unreached = [], find_reached(model).unreached
-    for path, module in expert_modules(model).items():
+    paths, layers = [], expert_modules(model)
+    unreached = find_reached(model).unreached if layers else {}
+    for path, module in layers.items():
         for name in expert_names(module) if path not in unreached else ():
             names = list_aliases(path, name)
             is_target = lora.target_modules == ALL_LINEAR or any(
