@@ -246,7 +246,7 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
         if first is not run:
             raise UserError(f"{name}: has the same settings as {Path(first.output_dir).name}; list each value once")
         if folders.setdefault(run.output_dir, run) is not run:
-            raise UserError(f"{name}: two runs share this folder, in whose name / becomes _; change one of the values")
+            raise UserError(f"{name}: two runs share this folder (in its name, / becomes _); change one of the values")
     return list(loaded.values())
 
 

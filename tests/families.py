@@ -141,7 +141,7 @@ WITH_MROPE = (
     "qwen2_5_vl",
     "qwen2_5_omni",
 )
-"""Families whose usual sections of M-RoPE, which fit heads of 128, are not in their configuration."""
+"""Families without M-RoPE sections in their configuration; the code's default sections fit heads of 128."""
 FAMILIES = (
     "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert biogpt bitnet bloom codegen cohere "
     "cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 "

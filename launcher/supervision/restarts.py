@@ -1,9 +1,9 @@
 """Restart the ranks of a failed run from its newest complete checkpoint.
 
-A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). A run whose
-adapters were changed stops at a checkpoint, and resumes with the new ones. After other failures, the run restarts
-unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A failure that
-repeats in the same step is usually caused by its data; the run then ends.
+A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). If the
+adapters of a run are changed, it stops at a checkpoint and resumes with the new ones. After other failures, the run
+restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A
+failure that repeats in the same step is usually caused by its data; the run then ends.
 """
 
 import json

@@ -106,7 +106,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing held out": (
         {"evaluation__metrics": ["exact_match"], "dataset__evaluation": None},
-        "evaluation.metrics=[exact_match]: no data is held out; set dataset.val_split",
+        "evaluation.metrics=[exact_match]: no data is held out for evaluation; set dataset.val_split",
     ),
     "no calls": (
         {"evaluation__metrics": ["tool_call"]},

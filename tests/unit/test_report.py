@@ -173,7 +173,7 @@ def test_settings_that_are_not_at_their_defaults_are_told_apart(tmp_path: Path) 
     found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     changed = {name: (here, default) for name, here, default in found}
     assert changed["training.batch_size"] == ("2", "1") and changed["dataset.val_split"] == ("0.1", "0.0")
-    assert changed["base_model"] == ("models/tiny", "none") and "lora.r" not in changed
+    assert changed["base_model"] == ("models/tiny", "required") and "lora.r" not in changed
     assert "<summary>All settings</summary>" in page and "max_live_parameters: 1000000000" in page
 
 

@@ -1,6 +1,6 @@
 """The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
 
---model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`, whose S (see
+--model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`; its S (see
 scu.measure) starts far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every
 100 steps instead of 200, because the guide resumes from checkpoint-500.
 """

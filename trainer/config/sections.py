@@ -23,7 +23,7 @@ START_TIMES_TARGET = 0.12
 start lets S reach the target."""
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
-_TARGETED = Needs(".controller", ("pi", "fixed"))  # which also begins at a lambda for the target
+_TARGETED = Needs(".controller", ("pi", "fixed", "none"))  # fixed begins at a lambda for it, none only reports it
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
 
 

@@ -190,7 +190,7 @@ class TrainingSection(Section):
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; below 1: as a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
-    """Minutes between additional checkpoints, besides `save_steps`; 0: never."""
+    """Minutes between additional checkpoints, next to those of `save_steps`; 0: never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Checkpoints per pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3

@@ -48,7 +48,7 @@ def gathers_by_layer(config: RunConfig) -> bool:
 def engine_zero(config: RunConfig) -> ZeroSection:
     """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base.
 
-    Runs with several adapters use stage 1 instead of 0, whose optimizer skips the update of all adapters if the
+    Runs with several adapters use stage 1 instead of 0, because its optimizer skips the update of all adapters if the
     gradient of one is not finite.
     """
     if config.adapters and config.zero.stage == 0:

@@ -2,7 +2,7 @@
 
 A run with such an `output_dir` works in a local copy: `fetch_run` downloads checkpoints that the copy lacks, and
 `upload_run` makes the store equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and
-deleted first, so that resuming skips a checkpoint whose upload was interrupted, as on a disk.
+deleted first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
 """
 
 import json

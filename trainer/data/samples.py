@@ -108,7 +108,7 @@ class SampleStream:
 
 
 def split_row_length(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of a row's documents: one document, or a pair whose second document has `rejected` tokens."""
+    """Return the lengths of a row's documents: one, or two if `rejected` tokens are those of a second one."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 

@@ -67,7 +67,7 @@ def read_source(
 
 
 def _disable_decoding(feature: Any) -> Any:
-    """Return a column type whose images the datasets library leaves undecoded, as bytes or paths."""
+    """Return a column type with undecoded images, as bytes or paths."""
     from datasets import Image, List
 
     if isinstance(feature, Image):

@@ -260,7 +260,7 @@ class JointRun:
         ranks, device, engine = self._ranks, self._engine.device, self._engine
         fetched = [member.run.loop.fetch() for member in active]
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
-        # A run whose adapters were changed saves and stops; the launcher starts it again.
+        # If adapters were changed, the run saves and stops, and the launcher starts it again.
         entries = list(self.config.adapters) if ranks.is_main else []
         self._stops = bool(self._stop) or find_changed_adapters(self._folder, entries) != entries
         requests = [[self._stops, member.run.loop.wants_save()] for member in active]

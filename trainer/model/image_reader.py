@@ -32,7 +32,7 @@ FAMILIES = (
 )  # fmt: skip
 """Supported model types; tests compare their losses with transformers and PEFT."""
 TORCHVISION_ONLY = ("llama4", "lfm2_vl")
-"""Model types whose images transformers can only read with torchvision."""
+"""Model types for which transformers reads images only with torchvision."""
 
 
 def load_image_reader(

@@ -38,7 +38,7 @@ from trainer.patches.plain_head import (
 )
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
-"""Models that need a fourth row of positions, besides their own three, to separate the documents of a pack."""
+"""Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
 
 
 class TokenLoss:

@@ -75,7 +75,7 @@ def _attends_with_mask(model: Any) -> bool:
 
 
 class _States(tuple[torch.Tensor]):
-    """A decoder output whose hidden states can be read by index or by name."""
+    """A decoder output with hidden states that can be read by index or by name."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None

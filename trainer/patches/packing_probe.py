@@ -319,7 +319,6 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _refusing(setting: str, fix: str, model: Any) -> Iterator[None]:
-    """Raise UserError where the model's own code fails on the probe's tokens."""
     try:
         yield
     except (torch.OutOfMemoryError, DistError):
