@@ -132,9 +132,7 @@ def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
 def _overrides(setting: Setting, config: RunConfig, smallest: float) -> list[str]:
     """Return the overrides of one setting; a fixed lambda widens the bounds, a schedule ends at its own value."""
     own = [f"scu.measure={setting.measure}", f"scu.controller={setting.controller}"]
-    if setting.controller in ("linear", "cosine"):
-        own.append("scu.target=auto")  # a target has no effect on schedules
-    elif setting.target is not None:
+    if setting.target is not None:
         own.append(f"scu.target={setting.target:g}")
     if setting.lambda_ is None:
         return own

@@ -24,7 +24,6 @@ WITHOUT_EFFECT = {
     "scu.target=0.01": ("scu.target=0.01", "scu.enabled"),
     "scu.reference=missing.txt": ("scu.reference=missing.txt", "scu.enabled"),
     "scu.enabled=true scu.reference=a.txt": ("scu.reference=a.txt", "scu.measure is delta", "kl"),
-    "scu.enabled=true scu.controller=linear scu.target=0.02": ("scu.target=0.02", "scu.controller is linear", "pi"),
     "scu.enabled=true scu.controller=fixed scu.kp=0.5": ("scu.kp=0.5", "scu.controller is fixed", "pi"),
     "training.min_lr_ratio=0.1": ("training.min_lr_ratio=0.1", "lr_scheduler is cosine", "cosine_with_min_lr"),
     "training.lr_scheduler=cosine training.min_lr_ratio=0.1": ("min_lr_ratio=0.1", "cosine_with_min_lr"),

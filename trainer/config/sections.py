@@ -23,7 +23,6 @@ START_TIMES_TARGET = 0.12
 start lets S reach the target."""
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
-_TARGETED = Needs(".controller", ("pi", "fixed", "none"))  # fixed begins at a lambda for it, none only reports it
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
 
 
@@ -41,7 +40,7 @@ class ScuSection(Section):
     law: Annotated[Literal["logit", "published"], _PI] = "logit"
     """Error signal of the PI controller. `logit`: the error in logit S, from when S first reaches the target.
     `published`: the error in S, as in the published scripts. `kl` always uses the error in ln K."""
-    target: Annotated[Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"], _TARGETED] = "auto"
+    target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
     """Target of S = ParamBPT / (DataBPT + ParamBPT), or of K in bits per token. `auto`: 0.02 for `delta`, the published
     value for the model's size for `factors`, 0.05 bits for `kl`."""
     kp: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
