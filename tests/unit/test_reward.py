@@ -340,7 +340,7 @@ def test_commands_that_write_text_refuse(
     for main, arguments in commands:
         assert main([str(finished), *arguments]) == 2
         shown = capsys.readouterr().err.strip()
-        assert f"{finished}: is an adapter of a reward model; " in shown
+        assert str(finished) in shown and " is an adapter of a reward model; " in shown
         assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0
