@@ -197,8 +197,8 @@ def test_bad_turns_are_named(ground: Path) -> None:
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: all answers would have the same reward"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto needs a reference"),
-        ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: applies to pairs"),
-        ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: applies to pairs"),
+        ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: only applies to pairs"),
+        ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: only applies to pairs"),
         ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labeled answers cannot be streamed"),
         ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto learns from labeled answers"),
         (

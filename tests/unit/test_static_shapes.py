@@ -157,7 +157,7 @@ REFUSED = {
     "ops.flat=false": "a separate gradient",
     "zero.stage=3": "gathers weights",
     "training.torch_compile=true": "its own graphs",
-    "training.router_aux_loss=0.1": "second result",
+    "training.router_aux_loss=0.1": "second output",
     "training.qat=int8": "on the host",
 }
 
