@@ -161,8 +161,8 @@ def test_one_rank_has_no_link_to_be_slow() -> None:
 def test_versions_that_differ_are_named_by_host() -> None:
     """The comparison that the ranks of the doctor share with the start of a run."""
     good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
-    (line,) = find_differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
-    assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
+    ((problem, _),) = find_differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
+    assert "0.21.2 on n1" in problem and "0.20.0 on n2" in problem
 
 
 def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_hosts(
