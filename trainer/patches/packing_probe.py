@@ -323,7 +323,7 @@ def _refusing(setting: str, fix: str, model: Any) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, DistError):
         raise
-    except Exception as error:
+    except Exception as error:  # of any type, from the code of the model
         name, message = type(find_base_model(model)).__name__, one_line(str(error))
         raise UserError(
             f"{setting}: the forward pass of {name} fails ({type(error).__name__}: {message}); {fix}"
