@@ -18,6 +18,7 @@ PACKAGES = {"launcher", "trainer", "ops", "benchmarks", "examples"}
 LONGEST_FUNCTION = 60
 # Files of one name in several rooms, each of which is the same thing there.
 SAME_THING = {
+    "adapters.py": "adapters: the subcommand of the launcher, the export",
     "axolotl.py": "what concerns Axolotl",
     "batches.py": "micro-batches of a kind of model",
     "checks.py": "checks of what the room is about",

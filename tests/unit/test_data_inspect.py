@@ -34,7 +34,8 @@ def _run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *overrides: str, examples: int = 1) -> str:
-    assert inspect.main(["config.yaml", *overrides, "--examples", str(examples)]) == 0
+    shown = [] if "--step" in overrides else ["--examples", str(examples)]
+    assert inspect.main(["config.yaml", *overrides, *shown]) == 0
     return capsys.readouterr().out
 
 

@@ -257,14 +257,14 @@ def unrecorded(run_dir: Path) -> None:
 def test_an_adapter_of_more_layers_is_refused(run_dir: Path, ground: Path, tmp_path: Path) -> None:
     unrecorded(run_dir)
     shorter = find_run(run_dir, str(make_model(tmp_path / "shorter", layers=1)), allow_mismatch=True)
-    with pytest.raises(UserError, match=r"14 of the 28 tensors of the adapter match no layer .first: .*layers\.1\."):
+    with pytest.raises(UserError, match=r"14 of the 28 tensors of the adapter match no layer .*first: .*layers\.1\."):
         load_trained(shorter, load_saved_tokenizer(shorter), torch.device("cpu"))
     with pytest.raises(UserError, match="14 of the 28 tensors"):
         export.export(shorter, "vllm", tmp_path / "out")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     edit(run_dir / "adapter_config.json", target_modules=names)
     longer = find_run(run_dir, str(make_model(tmp_path / "longer", layers=3)), allow_mismatch=True)
-    with pytest.raises(UserError, match=r"14 tensors of the adapted model are not in the file, first .*layers\.2\."):
+    with pytest.raises(UserError, match=r"14 tensors of the adapted model are not in the file .*first: .*layers\.2\."):
         load_trained(longer, load_saved_tokenizer(longer), torch.device("cpu"))
 
 

@@ -814,7 +814,7 @@ def test_an_option_in_place_of_a_file_is_named(tmp_path: Path) -> None:
         words = "--model_name_or_path m --dataset_name d --lr_scheduler_type cosine_with_restarts".split()
         translate_arguments(["trl", "sft", *words, "--lr_scheduler_kwargs", '{"num_cycles": 0}'])
     (tmp_path / "a.yaml").write_text(AXOLOTL.replace("alpaca", "chat_template, roles_to_train: [robot]"))
-    with pytest.raises(UserError, match=r":3: datasets.0.roles_to_train=\[robot\]: choose from assistant"):
+    with pytest.raises(UserError, match=r":3: datasets.0.roles_to_train=\[robot\]: .*choose from assistant"):
         translate_arguments([str(tmp_path / "a.yaml")])
 
 

@@ -117,14 +117,13 @@ def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str,
     from transformers.initialization import no_init_weights
 
     config: Any = LoraConfig.from_peft_type(**settings | {"init_lora_weights": False})
-    base_config, build = copy.deepcopy(base.config), type(base)
-    if hasattr(base_config, "model_type"):
-        base_config._attn_implementation = "eager"  # ours are known to the patched model only
-    else:
-        build = build.from_config  # of diffusers
     with no_init_weights(), torch.device("meta"):
-        empty = build(base_config)
-        if hasattr(empty, "tie_weights"):
+        if hasattr(base, "build_empty"):
+            empty = base.build_empty()
+        else:
+            base_config = copy.deepcopy(base.config)
+            base_config._attn_implementation = "eager"  # ours are known to the patched model only
+            empty = type(base)(base_config)
             empty.tie_weights()
         plain = get_peft_model(empty, config)
         state = {name: torch.empty(shape) for name, shape in shapes.items()}

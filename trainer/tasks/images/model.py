@@ -38,11 +38,14 @@ class ImageModel(nn.Module):
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
         denoiser, family = pipeline.build_empty_denoiser(), pipeline.family
-        self.family: Family = family
+        self.pipeline, self.family = pipeline, family
         self.name_or_path = pipeline.denoiser_folder
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
         self.config = ModelSettings(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
+
+    def build_empty(self) -> "ImageModel":
+        return ImageModel(self.pipeline)
 
     @property
     def denoiser(self) -> Any:
