@@ -89,7 +89,8 @@ def test_dropped_probabilities_and_other_kinds_of_recomputation_are_refused() ->
     data = {"path": "unset.jsonl"}
     settings = {"base_model": "unset", "output_dir": "unset", "dataset": data, "training": KEPT}
     settings["training"] = KEPT | {"gradient_checkpointing": "selective"}
-    with pytest.raises(UserError, match=r"recompute_attention=false: not supported with .*=selective; use non_reentrant"):
+    problem = "recompute_attention=false: not supported with .*=selective; use non_reentrant"
+    with pytest.raises(UserError, match=problem):
         check_combinations(RunConfig.model_validate(settings))
 
 

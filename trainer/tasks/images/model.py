@@ -12,7 +12,7 @@ from trainer.model.random_weights import RandomTensors
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.tasks.images.families import Conditions, Family
+from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
 
 ATTENTION = ("attn", "attn1")
