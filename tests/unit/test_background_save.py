@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.adapter_files import AdapterForm, NotReloadable
@@ -117,7 +118,14 @@ def test_peft_loads_the_adapter_once_in_a_run_and_what_it_would_not_take_ends_tr
         loads.append(arguments[1]["r"])
         load_on_empty_base(*arguments)
 
+    def wrap_unpatched(*arguments: Any, **options: Any) -> Any:
+        # Libraries replace these for all threads while they build an empty model.
+        assert (nn.init.normal_, nn.Module.register_parameter) == originals
+        return get_peft_model(*arguments, **options)
+
+    originals = nn.init.normal_, nn.Module.register_parameter
     monkeypatch.setattr("trainer.checkpoint.adapter_files.load_on_empty_base", count_loads)
+    monkeypatch.setattr("peft.get_peft_model", wrap_unpatched)
     train(folder, training__save_steps=1, training__max_steps=3)
     assert loads == [4]  # three checkpoints and the result
 

@@ -18,7 +18,7 @@ from trainer.config.files import UnreadableFile, check_shape, read_json, read_sa
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import map_saved_names
-from trainer.model.saved_adapter import load_on_empty_base
+from trainer.model.saved_adapter import build_empty_base, load_on_empty_base
 from trainer.parallel.engine.adapter_choice import DEFAULT, find_choice
 
 WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", SETTINGS_FILE, "run.json"
@@ -99,7 +99,7 @@ class AdapterForm:
     """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
     """Factors that PEFT stores in another shape, by name in the model."""
-    base: Any
+    empty_base: Any
     loaded: set[Any] = field(default_factory=set)
     """Settings, names and shapes that PEFT has loaded."""
 
@@ -126,9 +126,8 @@ class AdapterForm:
             stored_names = map_saved_names(model, saved)
             names = {stored_names[name]: trained[int(number)] for name, number in saved.items()}
             settings = (saved_folder / SETTINGS).read_text(encoding="utf-8")
-        return cls(
-            names, settings, {name: factors[name] for name in trained if name in factors}, model.get_base_model()
-        )
+        trained_factors = {name: factors[name] for name in trained if name in factors}
+        return cls(names, settings, trained_factors, build_empty_base(model.get_base_model()))
 
     def check_loads(self, folder: Path) -> None:
         """Raise NotReloadable unless plain PEFT loads every tensor of a saved adapter and misses none.
@@ -140,7 +139,7 @@ class AdapterForm:
         if (key := (text, frozenset(shapes.items()))) in self.loaded:
             return
         try:
-            load_on_empty_base(self.base, json.loads(text), shapes)
+            load_on_empty_base(self.empty_base, json.loads(text), shapes)
         except ValueError as error:
             name = folder.name.removeprefix(".writing-")
             problem = f"{name} was not saved: PEFT could not load it: {error}"

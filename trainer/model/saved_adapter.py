@@ -108,24 +108,33 @@ def _describe_misfit(error: Exception) -> str:
     return "; ".join(lines[:2])
 
 
-def load_on_empty_base(base: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Load an adapter with plain PEFT on a meta-device copy of its base. Raises ValueError if a tensor is lost.
+def build_empty_base(base: Any) -> Any:
+    """Build the unchanged base model on the meta device; `base` may be patched, partitioned or quantized.
 
-    PEFT reads only the settings, and the names and shapes of the tensors. The base may be partitioned or quantized.
+    Must run in the main thread, because libraries replace torch's functions for all threads meanwhile.
     """
-    from peft import LoraConfig, get_peft_model
     from transformers.initialization import no_init_weights
 
-    config: Any = LoraConfig.from_peft_type(**settings | {"init_lora_weights": False})
+    if hasattr(base, "build_empty"):
+        return base.build_empty()
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = "eager"  # ours are known to the patched model only
     with no_init_weights(), torch.device("meta"):
-        if hasattr(base, "build_empty"):
-            empty = base.build_empty()
-        else:
-            base_config = copy.deepcopy(base.config)
-            base_config._attn_implementation = "eager"  # ours are known to the patched model only
-            empty = type(base)(base_config)
-            empty.tie_weights()
-        plain = get_peft_model(empty, config)
+        empty = type(base)(config)
+        empty.tie_weights()
+    return empty
+
+
+def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Load an adapter with plain PEFT on a copy of the empty base model. Raises ValueError if a tensor is lost.
+
+    PEFT reads only the settings, and the names and shapes of the tensors.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config: Any = LoraConfig.from_peft_type(**settings | {"init_lora_weights": False})
+    with torch.device("meta"):
+        plain = get_peft_model(copy.deepcopy(empty), config)
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
     try:
         _set_tensors(plain, state)

@@ -35,9 +35,9 @@ class ImageModel(nn.Module):
     base_model_prefix = ""
     """PEFT reads this attribute if submodules are transformers models."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, denoiser: Any = None) -> None:
         super().__init__()
-        denoiser, family = pipeline.build_empty_denoiser(), pipeline.family
+        denoiser, family = denoiser or pipeline.build_empty_denoiser(), pipeline.family
         self.pipeline, self.family = pipeline, family
         self.name_or_path = pipeline.denoiser_folder
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
@@ -45,7 +45,9 @@ class ImageModel(nn.Module):
         self.add_module(family.denoiser, denoiser)
 
     def build_empty(self) -> "ImageModel":
-        return ImageModel(self.pipeline)
+        """Return a copy without an adapter, all of it on the meta device."""
+        with torch.device("meta"):
+            return ImageModel(self.pipeline, type(self.denoiser).from_config(self.pipeline.settings))
 
     @property
     def denoiser(self) -> Any:
