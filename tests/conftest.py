@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ if not (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 # No package can fix these: what the machine lacks, what its user may do, cases that the product refuses.
 SKIPS_IN_CI = (
+    "no time left for slow tests",
     "needs an NVIDIA GPU",
     r"with an? (NVIDIA driver|GPU)",
     "there is a GPU here",
@@ -35,6 +37,8 @@ SKIPS_IN_CI = (
     ".*, which is refused",
     "transformers reads its images with torchvision, which is not installed",  # none for torch's build without CUDA
 )
+# Seconds since 1970. CI sets it, so that a slow machine skips the last slow tests instead of exceeding its limit.
+SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
 # Examples have no deadline, for a busy machine is no fault; CI tries the same ones every time.
 hypothesis.settings.register_profile("zerolora", deadline=None, derandomize=IN_CI)
 hypothesis.settings.load_profile("zerolora")
@@ -75,7 +79,9 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `gpu` where torch sees no GPU."""
+    """Skip a test marked `gpu` where torch sees no GPU, and slow tests after `SLOW_TESTS_UNTIL`."""
+    if time.time() > SLOW_TESTS_UNTIL and item.get_closest_marker("slow"):
+        pytest.skip("no time left for slow tests")
     if item.get_closest_marker("gpu"):
         import torch
 
