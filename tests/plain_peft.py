@@ -183,7 +183,8 @@ def _step(
         assert batch.attention_mask is not None
         ids, mask, wanted = (tensor.to(device) for tensor in (batch.input_ids, batch.attention_mask, batch.targets))
         with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            more = {"mm_token_type_ids": torch.zeros_like(ids)} if model.config.model_type == "molmo2" else {}
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits
         weights = torch.zeros(ids.shape)
         for row, document in enumerate(part):
             weights[row, : len(document.trained) - 1] = torch.tensor(document.trained[1:], dtype=torch.float32)

@@ -39,6 +39,8 @@ from trainer.patches.plain_head import (
 
 FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
 """Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
+TYPED = ("molmo2",)
+"""Models that require the type of each token in training: 0 for text."""
 
 
 class TokenLoss:
@@ -114,6 +116,8 @@ class TokenLoss:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
                 inputs["sequence"] = batch.sequence
+        if self._config.model_type in TYPED:
+            inputs["mm_token_type_ids"] = torch.zeros_like(batch.input_ids)
         inputs |= batch.images
         targets = batch.targets
         if self._picks_logits:
