@@ -122,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "radio": {"video_temporal_patch_size": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 381, "audio_start_token_id": 382},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 381, "audio_start_token_id": 382},
     "reformer": {"axial_pos_embds": False},
     "xlnet": {"max_position_embeddings": None},
