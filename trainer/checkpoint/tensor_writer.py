@@ -22,7 +22,7 @@ _MAX_BUFFERS = 1024
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.checksum`."""
+    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.compute_checksum`."""
     # Offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
