@@ -1,7 +1,7 @@
 """Find and install builds of the CUDA operators: in this package, in shared folders, and in torch's cache.
 
-`Build` identifies one. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. With ZEROLORA_OPS=DIR[:DIR...]
-in the environment a run uses a matching build instead of compiling, even without nvcc.
+`Build` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If the environment has
+ZEROLORA_OPS=DIR[:DIR...], a run uses a matching build instead of compiling, even without nvcc.
 """
 
 import hashlib
