@@ -60,7 +60,7 @@ class LanguageTask(Task):
     peft_type = "CAUSAL_LM"
     formats: ClassVar[tuple[str, ...]] = ("peft", "vllm", "sglang", "gguf-lora", "hf", "gguf", "ollama")
     auto_class, pipeline_tag = "AutoModelForCausalLM", "text-generation"
-    """The transformers class that loads the model, and its pipeline tag on the hub."""
+    """The transformers class that loads the model, and its pipeline tag on the Hub."""
     predicts_time = True
 
     def __init__(
@@ -136,7 +136,7 @@ class LanguageTask(Task):
         return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check that no token attends to a later one, and no packed document to another."""
+        """Check that no token attends to a later one or to another packed document; cache image features."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         probed = loss, engine.module, self._any_token, device
