@@ -57,8 +57,8 @@ class ExpertMatrix:
     block: int = 0
     nested_block: int = 0
     source: Tensor | None = None
-    """Buffer that all of `tensors` are views of. It is saved for the backward instead of them, because ZeRO-3 may free
-    it after the forward and gather it again.
+    """Buffer that all of `tensors` are views of. The backward saves the buffer instead of the views, because ZeRO-3 may
+    free it after the forward and gather it again.
     """
 
     @staticmethod

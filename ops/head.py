@@ -24,7 +24,7 @@ The head's weights may be at most 127, since |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in fp32 at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
-"""Rows of `measure_tokens` for p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
+"""Rows of `measure_tokens` for p of the model and q of the base model: -ln p(target), the entropy of p, ln sum p^2,
 -ln q(target) and KL(p || q)."""
 ROWS_AT_ONCE = 4096
 """Rows of gradients that are weighted in fp32 at once."""

@@ -289,9 +289,9 @@ def plan_resumption(
     notes = []
     if recorded is not None:
         current = build_identity(config, prepared, world_size, precision)
-        refused, note = compare_identities(recorded, current, checkpoint, training.resume_changes)
-        if refused:
-            raise UserErrors(refused)
+        rejected, note = compare_identities(recorded, current, checkpoint, training.resume_changes)
+        if rejected:
+            raise UserErrors(rejected)
         notes += [note] if note else []
     else:
         notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
@@ -311,11 +311,11 @@ def compare_identities(
     recorded: Identity, current: Identity, checkpoint: Path, allowed: tuple[str, ...]
 ) -> tuple[list[str], str | None]:
     """Return a message for each rejected difference, and one note that lists the allowed differences, or None."""
-    refused, changed = [], []
+    rejected, changed = [], []
     for difference in find_differences(recorded, current, checkpoint.name):
         if difference.fixed:
             weights = "base_model" if recorded.settings.get("adapter") == "none" else "lora.adapter_path"
-            refused.append(
+            rejected.append(
                 f"{difference.problem}, which its optimizer state requires; restore it, or start a new run "
                 f"with {weights}: {checkpoint}"
             )
@@ -323,5 +323,5 @@ def compare_identities(
             changed.append(difference.change)
         else:
             fix = f"restore it, or allow the change with training.resume_changes: [{difference.group}]"
-            refused.append(f"{difference.problem}; {fix}")
-    return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None
+            rejected.append(f"{difference.problem}; {fix}")
+    return rejected, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

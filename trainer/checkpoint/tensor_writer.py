@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    """View the tensor's memory without a torch operation, which would release the GIL and wait for it again."""
+    """View the tensor's memory without a torch operation, which would release and reacquire the GIL."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

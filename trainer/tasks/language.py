@@ -250,7 +250,7 @@ class LanguageTask(Task):
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes tokenizer files, built here because other threads must not build them."""
+        """Return a function that writes tokenizer files; their contents are built here, in the main thread."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)

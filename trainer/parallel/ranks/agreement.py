@@ -62,7 +62,7 @@ class World:
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
     store: Any
-    """Store for forming the process group; rank 0 serves it, so keep a reference until then."""
+    """Store for forming the process group; rank 0 serves it, so keep a reference until the group exists."""
     hosts: int = 1
 
 

@@ -22,7 +22,7 @@ from trainer.parallel.ranks.group import Ranks, list_groups
 
 
 def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
-    """Raise UserError unless the ranks can be divided into the groups that share sequences or the frozen base."""
+    """Raise UserError unless the ranks can be divided into the groups that share sequences or the base model."""
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(

@@ -16,7 +16,7 @@ from trainer.parallel.ranks.lean_imports import import_lean
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's new and old name for the variable; a value set by the user is kept."""
 
-# Torch reads it once, when it is imported. Expandable segments leave no gaps between activations that are too small for
+# Torch reads this when it is imported. Expandable segments leave no gaps between activations that are too small for
 # the largest tensor of the next step.
 if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

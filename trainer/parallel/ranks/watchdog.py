@@ -118,7 +118,7 @@ class Watchdog:
         self._marks = DeviceMarks()
         if self._timeout_s:
             PROGRESS.mark_device = self._marks.record
-            # Number of collectives that torch records; without it, gloo's are not recorded at all.
+            # Number of collectives that torch records; without this variable, it does not record gloo's.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()

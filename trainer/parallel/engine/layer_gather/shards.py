@@ -127,7 +127,7 @@ class LayerShards:
         self._plan = {unit.last_module: unit for unit in units}
 
     def shard_if_filled(self, model: nn.Module, path: str) -> None:
-        """Shard a unit once its last module, at `path`, is filled; every rank must call it for every module."""
+        """Shard the unit whose last module `path` was just filled, if any; every rank must call it for every module."""
         plan = self._plan.pop(path, None)
         if plan is None:
             return
