@@ -156,7 +156,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hashlib.sha256(content).hexdigest()[:12]
 
     def _read_versions(self) -> tuple[str, str, str]:
-        """Return the versions of torch, of its CUDA, and of Python, which includes the machine type."""
+        """Return the versions of torch and its CUDA, and Python's version with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
 

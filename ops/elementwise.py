@@ -40,7 +40,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded like silu_mul's.
+    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2, rounded as in `silu_mul`.
 
     Raises ValueError unless gate and up have the same shape and type. Paper: see `silu_mul`.
     """

@@ -174,7 +174,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
 
 
 def _check_separate(config: RunConfig, folder: Path) -> None:
-    """Raise UserError if the folder is a home directory, a git checkout, or overlaps with an input of the run."""
+    """Raise UserError if the folder is a home directory or a git checkout, or overlaps with an input of the run."""
     real = folder.resolve()
     try:
         home = Path.home().resolve()

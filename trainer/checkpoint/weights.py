@@ -17,7 +17,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, which results subtract to fit the unchanged base model; a collective call."""
+    """Write the initial adapter, which is subtracted from results for the unchanged base model; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)

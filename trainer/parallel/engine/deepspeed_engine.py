@@ -102,7 +102,7 @@ def build_deepspeed_config(
 
 
 def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Return whether the optimizer can clip and skip steps on the GPU: for AdamW in bf16 runs at stage 1 or 2."""
+    """Return whether the optimizer can clip gradients and skip steps on the GPU: AdamW, bf16, and stage 1 or 2."""
     has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
 
