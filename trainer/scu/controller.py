@@ -3,7 +3,7 @@
 Optimizer step t:
 
     last micro-step:  forward; penalty(t) first updates lambda by S (or K) of step t-1; backward of loss + penalty
-    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
+    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the loss's all-reduce
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
 The host synchronizes with the device only to check every `scu.check_every` steps that lambda is bitwise equal on all
