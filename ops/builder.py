@@ -31,12 +31,12 @@ from ops.toolkit import (
     BuildError,
     build_gencode_flag,
     build_ptx_flags,
-    check_capability,
     check_toolkit,
     find_toolkit_version,
     format_architecture,
     list_architectures,
     parse_architectures,
+    resolve_architecture,
 )
 
 CSRC = Path(__file__).resolve().parent / "csrc"
@@ -88,14 +88,14 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         """Return the toolkit's version; raises BuildError if the operators cannot be built or run."""
         if torch.version.cuda is None:
             raise BuildError(
-                f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"
+                f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch, or set"
                 " ops.backend: reference"
             )
         toolkit = find_toolkit_version()
         check_toolkit(toolkit, torch.version.cuda)
         # Creating a CUDA context here would break forked workers, so check the GPU only if one exists.
         if torch.cuda.is_initialized():
-            check_capability(torch.cuda.get_device_capability(), toolkit)
+            resolve_architecture(torch.cuda.get_device_capability(), toolkit)
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
@@ -156,7 +156,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hashlib.sha256(content).hexdigest()[:12]
 
     def _read_versions(self) -> tuple[str, str, str]:
-        """Return the versions of torch, of its CUDA, and of Python with the machine type."""
+        """Return the versions of torch and its CUDA, and Python's version with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
 
@@ -196,7 +196,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
     def _find_card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
         cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return sorted(check_capability(card, toolkit) if toolkit else format_architecture(card) for card in cards)
+        return sorted(resolve_architecture(card, toolkit) if toolkit else format_architecture(card) for card in cards)
 
 
 def register() -> LoraOpBuilder:

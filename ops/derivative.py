@@ -49,7 +49,7 @@ def register_backward(name: str) -> tuple[Any, Any]:
     types: list[Any] = [namedtuple("Arguments", [argument.name for argument in schema.arguments]) for schema in schemas]
     forward, backward = types
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         arguments = forward(*inputs)._asdict()
         if arguments.get("h") is not None:
             raise ValueError("h: a forward pass that gets h has no derivative; omit h")
@@ -83,12 +83,12 @@ def register_backward(name: str) -> tuple[Any, Any]:
             results["biases"] = [g.reshape(-1, g.shape[-1]).sum(0) if needed else None for g, needed in pairs]
         return tuple(results.values())
 
-    torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=save)
-    torch.library.register_autograd(f"zerolora::{name}_backward", refuse_second_derivative)
+    torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=setup_context)
+    torch.library.register_autograd(f"zerolora::{name}_backward", reject_second_derivative)
     return forward, backward
 
 
-def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+def reject_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("the fused backward has no derivative; set ops.backend: peft for second derivatives")
 
 

@@ -1,4 +1,4 @@
-"""LoRA operators on an 8-bit base: frozen matmuls of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
+"""LoRA operators on 8-bit base weights: frozen matmuls of 8-bit weights and inputs, adapters in a 16-bit type.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] holds e4m3 (FP8, stored as uint8, so that
 no cast converts it as a float) or int8, v[O] one scale per row: W = v W_q. x is quantized per token.
@@ -84,7 +84,7 @@ def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return grad_x.to(op.x.dtype).view(op.x.shape), *factors
 
 
-def _fake_quantize_rows(
+def _quantize_rows_meta(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     rows, width = parts[0].numel() // parts[0].shape[-1], sum(part.shape[-1] for part in parts)
@@ -110,7 +110,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
 
 derivative.define(
     "quantize_rows(Tensor[] parts, Tensor[] factors, ScalarType storage) -> (Tensor q, Tensor scale)",
-    reference_quantize_rows, _fake_quantize_rows,
+    reference_quantize_rows, _quantize_rows_meta,
 )  # fmt: skip
 derivative.define(
     "eight_bit_product(Tensor q, Tensor scale, Tensor right, Tensor? column_scale, bool fast=True) -> Tensor",
@@ -127,7 +127,7 @@ derivative.define(
     lambda grads, weights, _: grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1])),
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_save_for_linear)
-torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
+torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.reject_second_derivative)
 eight_bit_group = lora.Group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.derivative import define, refuse_second_derivative
+from ops.derivative import define, reject_second_derivative
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -31,19 +31,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the multiplication.
+    """Compute h = silu(gate) up, with silu(v) = v / (1 + exp(-v)) rounded to the type of `gate`.
 
-    gate and up have the same shape and type; otherwise raises ValueError. Shazeer 2020,
-    https://arxiv.org/abs/2002.05202.
+    Raises ValueError unless gate and up have the same shape and type. Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
     h: Tensor = _SILU_MUL(gate, up)
     return h
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before multiplying.
+    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2, rounded as in `silu_mul`.
 
-    gate and up have the same shape and type; otherwise raises ValueError. Paper: see `silu_mul`.
+    Raises ValueError unless gate and up have the same shape and type. Paper: see `silu_mul`.
     """
     h: Tensor = _GELU_MUL(gate, up)
     return h
@@ -112,12 +111,12 @@ def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: T
     return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
 
 
-def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+def _compute_gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     _check_match(gate=gate, up=up)
     return (activation(gate) * up).contiguous()
 
 
-def _gated_backward(
+def _compute_gated_backward(
     activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up; the activation is rounded before it is multiplied by `grad`."""
@@ -137,14 +136,14 @@ def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool
     for x in (q, k):
         x_rotary = _upcast(x[..., :R])
         swapped = torch.cat([-x_rotary[..., half:], x_rotary[..., :half]], dim=-1)
-        out = _empty_heads(x)
+        out = _allocate_heads(x)
         out[..., :R] = (x_rotary * wide_cos + swapped * wide_sin).to(x.dtype)
         out[..., R:] = x[..., R:]
         results.append(out)
     return results[0], results[1]
 
 
-def _empty_heads(x: Tensor) -> Tensor:
+def _allocate_heads(x: Tensor) -> Tensor:
     """Allocate [B, H, T, D] stored as [B, T, H, D]."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
@@ -187,7 +186,7 @@ def _fake_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Te
 
 def _fake_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     _check_rope(q, k, cos, sin)
-    return _empty_heads(q), _empty_heads(k)
+    return _allocate_heads(q), _allocate_heads(k)
 
 
 def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -211,10 +210,10 @@ for _name, _activation, _derive in (
         partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     ),
 ):
-    define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_gated, _activation), _fake_gated)
+    define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_compute_gated, _activation), _fake_gated)
     define(
         f"{_name}_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-        partial(_gated_backward, _activation, _derive),
+        partial(_compute_gated_backward, _activation, _derive),
         lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
     )  # fmt: skip
 _SILU_MUL, _GELU_MUL = torch.ops.zerolora.silu_mul.default, torch.ops.zerolora.gelu_mul.default
@@ -260,4 +259,4 @@ torch.library.register_autograd("zerolora::rms_norm_forward", _norm_backward, se
 for _name in ("silu_mul", "gelu_mul", "rope"):
     _register_backward(_name)
 for _name in ("rms_norm_backward", "silu_mul_backward", "gelu_mul_backward", "rope_backward"):
-    torch.library.register_autograd(f"zerolora::{_name}", refuse_second_derivative)
+    torch.library.register_autograd(f"zerolora::{_name}", reject_second_derivative)

@@ -1,4 +1,4 @@
-"""Operator for MoE experts with LoRA: `zerolora::experts_forward` and `zerolora::experts_backward`.
+"""MoE operator with LoRA: `zerolora::experts_forward` and `zerolora::experts_backward`.
 
 Legend: T tokens, K experts per token, N = T K rows (token-expert pairs, sorted by expert), E experts, H hidden,
 I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
@@ -11,7 +11,7 @@ The gradient of w needs no o: with g = dy down + m*((s_d dy B_d) A_d), the gradi
 and the gradient of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and the
 order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights have no gradient.
 
-Rows are sorted on the device and the counts stay there: no shape depends on the routing, and the host never waits.
+Rows are sorted on the device and the counts stay there: no shape depends on the routing, and calls do not synchronize.
 The dropout mask of gate_up is drawn for a matrix [N,H] with row index t K + k, the mask of down for [N,I] with another
 seed.
 """
@@ -39,7 +39,7 @@ class ExpertMatrix:
     """One frozen matrix of every expert, [E, rows, cols], in its storage format.
 
     plain       (weight[E,rows,cols],)
-    transposed  (weight[E,cols,rows],), as gpt-oss stores it in 16 bits
+    transposed  (weight[E,cols,rows],), as gpt-oss stores its 16-bit weights
     nf4         (packed, absmax[E,b], code[16]) or with double quantization (packed, absmax[E,b] uint8, code[16],
                 nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; each
                 expert is quantized separately: b = rows cols / block, c = ceil(b / nested_block)
@@ -57,13 +57,13 @@ class ExpertMatrix:
     block: int = 0
     nested_block: int = 0
     source: Tensor | None = None
-    """Buffer that all of `tensors` are views of. It is saved for the backward instead of them, because ZeRO-3 may free
-    it after the forward and gather it again.
+    """Buffer that all of `tensors` are views of. The backward saves the buffer instead of the views, because ZeRO-3 may
+    free it after the forward and gather it again.
     """
 
     @staticmethod
     def plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
-        """Wrap weights of 16 or 32 bits: [E, rows, cols], or transposed [E, cols, rows]."""
+        """Wrap 16-bit or fp32 weights [E, rows, cols], or transposed [E, cols, rows]."""
         experts, rows, cols = weight.shape
         if transposed:
             return ExpertMatrix("transposed", (weight,), experts, cols, rows)
@@ -192,8 +192,8 @@ def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     return [down, up]
 
 
-def padded_rank(rank: int) -> int:
-    """Return the number of columns of h for a rank: the kernels multiply 16 ranks at a time."""
+def round_up_rank(rank: int) -> int:
+    """Round a rank up to a multiple of 16, the columns of h: the kernels multiply 16 ranks at a time."""
     return (rank + 15) // 16 * 16
 
 
@@ -232,7 +232,7 @@ def check(  # type: ignore[no-untyped-def]
 
 
 def _count_h_columns(factors: Sequence[Tensor]) -> int:
-    return padded_rank(factors[0].shape[1]) if factors else 0
+    return round_up_rank(factors[0].shape[1]) if factors else 0
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
@@ -332,4 +332,4 @@ derivative.define(
     experts_plain.backward, _fake_backward,
 )  # fmt: skip
 torch.library.register_autograd("zerolora::experts_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::experts_backward", derivative.refuse_second_derivative)
+torch.library.register_autograd("zerolora::experts_backward", derivative.reject_second_derivative)

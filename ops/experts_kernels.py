@@ -1,8 +1,9 @@
-"""The experts' operator on CUDA GPUs: our kernels around torch's grouped matmul.
+"""MoE operator on CUDA GPUs: our kernels around torch's grouped matmul.
 
-Symbols and formulas: ops/experts.py. The host never waits if torch's grouped matmul has a kernel (bf16 on capability
-9.0 and 10.0) or is not used (fp16 on Hopper). Otherwise torch multiplies expert by expert, and reads the counts from
-the device. So does plain torch, used for 32 bits, widths that are not multiples of 8, and GPUs older than Ampere.
+Symbols and formulas: ops/experts.py. Calls do not synchronize with the device for bf16 on compute capability 9.0 and
+10.0 (torch's grouped matmul has a kernel) and fp16 on 9.0 (only our kernel is used). Otherwise torch multiplies expert
+by expert and reads the counts from the device. So does plain torch, used for fp32, widths that are not multiples of 8,
+and GPUs older than Ampere.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 
 def _select_fusable(p: Tensor | None) -> Tensor | None:
-    """Return p if its rank needs few enough registers to fuse the projection into the previous kernel, else None."""
+    """Return p if its rank needs few enough registers to fuse the projection into the previous kernel, or None."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
@@ -102,13 +103,13 @@ class _Call:
         self.ends, self.use_kernel = ends, USE_PRODUCT_KERNEL and torch.cuda.get_device_capability(x.device) == (9, 0)
         self.gate = _ACTIVATIONS.index(form[2]), form[3] == "interleaved", alpha, limit
 
-    def gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
+    def build_gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
         return build_dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
 
-    def down(self, tensors: Sequence[Tensor]) -> Tensor:
+    def build_down(self, tensors: Sequence[Tensor]) -> Tensor:
         return build_dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
-    def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
+    def multiply(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
         """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R] of each row's expert; weight and q may be views."""
         by_column = weight.stride(1) == 1
         if self.use_kernel and (h is not None or rows.dtype != torch.bfloat16):
@@ -135,14 +136,14 @@ def forward(  # type: ignore[no-untyped-def]
     order, ends = _ops.expert_sort(index.contiguous(), shape[0])
     call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
-    u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
+    u0 = call.multiply(rows, call.build_gate_up(gate_up).transpose(1, 2))
     del rows
     p = _select_fusable(call.a_d)
     rank = p, call.s_d, call.p, call.seeds[1]
     act, h_d = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate, *rank)
     if call.a_d is not None and p is None:
         h_d, _ = _ops.expert_project(act, *call.rows, 0, call.a_d, call.s_d, False, call.p, call.seeds[1])
-    out = call.product(act, call.down(down).transpose(1, 2), h_d if call.b_d is not None else None, call.b_d)
+    out = call.multiply(act, call.build_down(down).transpose(1, 2), h_d if call.b_d is not None else None, call.b_d)
     del act
     if call.bias_d is not None:
         _ops.expert_expand_(out, None, None, call.bias_d, *call.rows, 0.0, None)
@@ -166,7 +167,7 @@ def backward(  # type: ignore[no-untyped-def]
     w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
     p_d = _swap_dims(call.b_d)
     dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * keep_scale, True, 0.0, None)
-    g = call.product(dy, call.down(down))
+    g = call.multiply(dy, call.build_down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
         # Per-token gradients take 1/8 of the memory of per-row ones and fit the L2 cache.
@@ -195,7 +196,7 @@ def backward(  # type: ignore[no-untyped-def]
     if need_x:
         fuse = call.a_gu is not None and call.p == 0.0  # a mask applies between the two products
         q = call.a_gu.transpose(1, 2) if call.a_gu is not None and fuse else None
-        dx = call.product(du, call.gate_up(gate_up), dh_gu if fuse else None, q)
+        dx = call.multiply(du, call.build_gate_up(gate_up), dh_gu if fuse else None, q)
         if call.a_gu is not None and not fuse:
             _ops.expert_expand_(dx, dh_gu, _swap_dims(call.a_gu), None, *call.rows, call.p, call.seeds[0])
         grad_x = _ops.expert_combine(dx, call.place, ends, None, K)

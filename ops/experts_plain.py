@@ -1,4 +1,4 @@
-"""The experts' operator in plain torch, expert by expert: the reference for the kernels and the CPU implementation.
+"""MoE operator in plain torch, expert by expert: the reference for the kernels and the CPU implementation.
 
 Symbols and formulas: ops/experts.py.
 """

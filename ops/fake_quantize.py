@@ -4,7 +4,7 @@ Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups o
 W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q quantizes to integers times
 a scale.
 
-    M  = W + s B A                                        (in 32 bits)
+    M  = W + s B A                                        (in fp32)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
     dB = s dY^T ((m*x) A^T)                               dA = s (dY B)^T (m*x)
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""M[n,I] in 32 bits -> integers [n,I] in int8, and their scales [n,G] in 32 bits."""
+"""M[n,I] in fp32 -> integers [n,I] in int8, and their scales [n,G] in fp32."""
 ELEMENTS_AT_ONCE = 1 << 23
-"""Limit on the elements of a weight that are rounded at once: their 32-bit copies take several times the memory."""
+"""Limit on the elements of a weight that are rounded at once: their fp32 copies take several times the memory."""
 
 
 def quantize_merged(
@@ -42,7 +42,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize) -> Tensor:
-    """Return Q(W + s B A)[O,I] in the type of W; at most ELEMENTS_AT_ONCE elements exist in 32 bits at a time."""
+    """Return Q(W + s B A)[O,I] in the type of W; at most ELEMENTS_AT_ONCE elements exist in fp32 at a time."""
     rounded = torch.empty_like(weight)
     for rows, values, scales in _quantize_rows(weight, down, up, scale, quantize):
         rounded[rows] = dequantize(values, scales, weight.dtype)

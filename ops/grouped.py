@@ -1,8 +1,8 @@
-"""LoRA operators on a base stored in 4 bits with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
+"""LoRA operators on 4-bit base weights with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
 
 All parts of a weight are in one byte buffer, so that moving the Parameter moves the complete weight. Weights are
 dequantized for each matmul, as in ops/scaled.py. The backward saves the buffer itself, which ZeRO-3 may free and
-gather in between. Formulas: `reference.dequantize_groups`.
+gather before the backward pass. Formulas: `reference.dequantize_groups`.
 """
 
 from functools import partial
@@ -65,7 +65,7 @@ def place_sections(sections: Sections) -> tuple[dict[str, int], int]:
 
 
 def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
-    """Return views of the sections of a buffer of bytes. Raises ValueError if it is not gathered."""
+    """Return views of the sections of a byte buffer. Raises ValueError if the buffer is not gathered."""
     begins, size = place_sections(sections)
     if packed.numel() != size:
         raise ValueError(

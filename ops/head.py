@@ -1,12 +1,12 @@
 """Output head fused with its loss: sum over tokens of -log softmax(h W^T)[target], without materializing all logits.
 
-Also the divergence between an adapted model and its base, which share a head.
+Also the divergence between an adapted model and its base model, which share a head.
 
 Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen
 except for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are
 computed in the forward pass, chunk by chunk, while the logits of the chunk are in memory (as in Liger's fused linear
-cross-entropy, but nothing here waits for the device). Peak memory beyond h and dh: C V elements instead of K V in 32
-bits.
+cross-entropy, but without synchronizing with the device). Peak memory beyond h and dh: C V elements instead of K V in
+fp32.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**27
-"""Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
+"""Elements of a chunk's logits: 256 MiB in a 16-bit type, and 1,024 tokens of a vocabulary of 128,256."""
 FP16_SCALE = 256.0
 """Scale of gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
 The head's weights may be at most 127, since |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
-"""Elements of fp16 gradients that are multiplied in 32 bits at once."""
+"""Elements of fp16 gradients that are multiplied in fp32 at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
-"""Rows of `measure_tokens` for p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
+"""Rows of `measure_tokens` for p of the model and q of the base model: -ln p(target), the entropy of p, ln sum p^2,
 -ln q(target) and KL(p || q)."""
 ROWS_AT_ONCE = 4096
-"""Rows of gradients that are weighted in 32 bits at once."""
+"""Rows of gradients that are weighted in fp32 at once."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], the base's measures are 0.
+    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], the base model's are 0.
 
     The other arguments are as in `sum_token_losses`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
@@ -173,13 +173,13 @@ class _TokenMeasures(torch.autograd.Function):
     ) -> Tensor:
         head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
-        copies = 1 if hidden.device.type == "cuda" else 6  # torch also allocates 32-bit matrices
+        copies = 1 if hidden.device.type == "cuda" else 6  # torch also allocates fp32 matrices
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * copies * vocabulary)))
         storage, base_CV = hidden.new_empty(matrices, size, vocabulary), None
         measures = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
         for start in range(0, tokens, size):
             chunk = slice(start, min(start + size, tokens))
-            logits_CV = head.logits(hidden[chunk], storage[0])
+            logits_CV = head.compute_logits(hidden[chunk], storage[0])
             if base_hidden is not None:
                 base_CV = torch.mm(base_hidden[chunk], weight.t(), out=storage[1, : len(logits_CV)])
             measures[:, chunk] = measure_logits(logits_CV, targets[chunk], base_CV)
@@ -243,7 +243,7 @@ def _compute_losses(
     storage = hidden.new_empty(size, vocabulary)
     for start in range(0, tokens, size):
         chunk = slice(start, min(start + size, tokens))
-        logits_CV = head.logits(hidden[chunk], storage)
+        logits_CV = head.compute_logits(hidden[chunk], storage)
         weights = None if token_weights is None else token_weights[chunk]
         _compute_chunk(kind, logits_CV, targets[chunk], weights, losses[chunk], head.scale)
         head.add_gradients(logits_CV, hidden, chunk, row_weights)
@@ -261,7 +261,7 @@ class _Head:
             self.grad_values = torch.zeros_like(values, dtype=torch.float32)
         self.scale = None if like is None else FP16_SCALE if like.dtype == torch.float16 else 1.0
 
-    def logits(self, hidden_CH: Tensor, storage: Tensor) -> Tensor:
+    def compute_logits(self, hidden_CH: Tensor, storage: Tensor) -> Tensor:
         logits_CV = torch.mm(hidden_CH, self.weight.t(), out=storage[: len(hidden_CH)])
         if self._indices is not None and self._values is not None:
             logits_CV.index_copy_(1, self._indices, hidden_CH @ self._values.to(hidden_CH.dtype).t())
@@ -324,13 +324,13 @@ class _DivergenceSum(torch.autograd.Function):
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
         on_gpu = hidden.device.type == "cuda"
-        # The GPU kernel needs only the two matrices of logits; torch also allocates four 32-bit matrices.
-        compute_rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
+        # The GPU kernel needs only the two matrices of logits; torch also allocates four fp32 matrices.
+        compute_rows, matrices = (_compute_divergences_on_gpu, 2) if on_gpu else (_compute_divergences_in_torch, 12)
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
         for start in range(0, tokens, size):
             chunk = slice(start, min(start + size, tokens))
-            logits_CV = head.logits(hidden[chunk], storage)
+            logits_CV = head.compute_logits(hidden[chunk], storage)
             base_CV = torch.mm(base_hidden[chunk], weight.t(), out=base_storage[: len(logits_CV)])
             compute_rows(logits_CV, base_CV, divergences[chunk], head.scale)
             head.add_gradients(logits_CV, hidden, chunk)
@@ -371,7 +371,7 @@ def _compute_chunk(
 
         cross_entropy_rows(logits_CV, targets, losses, scale)
     else:
-        _cross_entropy_in_torch(logits_CV, targets, losses, scale)
+        _compute_cross_entropy_in_torch(logits_CV, targets, losses, scale)
     if kind == NLL and weights is None:
         return
     values, slopes = kind.weigh(losses, statistic)
@@ -387,7 +387,7 @@ def _compute_chunk(
         logits_CV.mul_(slopes[:, None])
 
 
-def _cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
+def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
     """Write the losses of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
@@ -398,7 +398,7 @@ def _cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, 
         logits_CV.copy_(gradient.mul_(counted[:, None] * scale))
 
 
-def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+def _compute_divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
     """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
@@ -408,7 +408,7 @@ def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tenso
         logits_CV.copy_(difference_CV.sub_(divergences[:, None]).mul_(p_CV).mul_(scale))
 
 
-def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+def _compute_divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
     from ops.head_kernel import divergence_rows  # only torch's CUDA builds include triton
 
     divergence_rows(logits_CV, base_CV, divergences, scale)

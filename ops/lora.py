@@ -22,8 +22,8 @@ MAX_RANK = 256
 MAX_GROUP = 16
 
 
-def padded_rank(rank: int) -> int:
-    """Return the number of columns of h for one projection: the kernels read 16 bytes at a time."""
+def round_up_rank(rank: int) -> int:
+    """Round a rank up to a multiple of 8, the columns of h for one projection: the kernels load 16 bytes at a time."""
     return (rank + 7) // 8 * 8
 
 
@@ -70,7 +70,7 @@ def check_adapters(
 
 def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
     """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and these A."""
-    expected = x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)
+    expected = x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)
     if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
         raise ValueError(
             f"h {tuple(h.shape)} of {h.dtype} on {h.device}: expected {expected} of {x.dtype} on {x.device}"
@@ -101,14 +101,14 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """Compute the group's concatenated h in plain torch, each projection in `padded_rank(R)` columns."""
+    """Compute the group's concatenated h in plain torch, each projection in `round_up_rank(R)` columns."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
     mask = draw_mask(x, p, seed)
     hs = []
     for down, scale in zip(downs, scales, strict=True):
         h_TR = reference.project(x_TI, down.to(x.dtype), scale, mask)
-        hs.append(torch.nn.functional.pad(h_TR, (0, padded_rank(h_TR.shape[1]) - h_TR.shape[1])))
+        hs.append(torch.nn.functional.pad(h_TR, (0, round_up_rank(h_TR.shape[1]) - h_TR.shape[1])))
     return torch.cat(hs, dim=1)
 
 
@@ -128,7 +128,7 @@ def add_adapters(
             y_TO = y_TO + biases[i].to(y_TO.dtype)
         # Hide the view from autograd, which forbids Falcon's in-place changes of views among several outputs.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
-        begin += padded_rank(up.shape[1])
+        begin += round_up_rank(up.shape[1])
     return ys
 
 
@@ -161,13 +161,13 @@ def compute_adapter_gradients(
         grad_x += part
         grad_downs.append(grad_down.to(down.dtype))
         grad_ups.append(grad_up.to(up.dtype))
-        begin += padded_rank(len(down))
+        begin += round_up_rank(len(down))
     return grad_downs, grad_ups
 
 
 def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None) -> Tensor:
     check_downs(x, downs, scales, p)
-    return x.new_empty((x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)))
+    return x.new_empty((x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)))
 
 
 class Group:
@@ -260,7 +260,7 @@ class Group:
         return op.x.new_empty(op.x.shape if op.need_x else 0), grad_downs, grad_ups
 
 
-def _refuse_derivative(ctx: Any, *grads: Any) -> Any:
+def _reject_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("lora_project has no derivative; call lora_forward")
 
 
@@ -268,7 +268,7 @@ derivative.define(
     "lora_project(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
     reference_project, fake_project,
 )  # fmt: skip
-torch.library.register_autograd("zerolora::lora_project", _refuse_derivative)
+torch.library.register_autograd("zerolora::lora_project", _reject_derivative)
 lora_group = Group(
     "lora",
     "Tensor[] weights",

@@ -31,7 +31,7 @@ class Bundle:
     dropout: float = 0.0
     seed: Tensor | None = None
 
-    def rows(self, tensor: Tensor) -> Tensor:
+    def view_rows(self, tensor: Tensor) -> Tensor:
         """Return this bundle's rows [P, T, width] of a contiguous tensor of all tokens."""
         width = tensor.shape[-1]
         return tensor.view(-1, width)[self.start : self.end].view(self.count, -1, width)
@@ -43,7 +43,7 @@ class Bundle:
         h_TR: Tensor = torch.ops.zerolora.lora_project(x_PTI[0], [down_PRI[0].contiguous()], *options)
         return h_TR[None, :, : down_PRI.shape[1]]
 
-    def grad_down(self, x_PTI: Tensor, grad_h_PTR: Tensor) -> Tensor:
+    def compute_grad_down(self, x_PTI: Tensor, grad_h_PTR: Tensor) -> Tensor:
         if not self.dropout:
             return grad_h_PTR.mT @ x_PTI
         _, gradient = torch.ops.zerolora.rank_pass(x_PTI[0], None, grad_h_PTR[0], self.dropout, self.seed)
@@ -96,7 +96,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, None]:
         grad_x = grad_x.contiguous()
         for bundle, grad_h_PTR, down_PRI in ctx.pending:
-            bundle.add_grad_x(bundle.rows(grad_x), grad_h_PTR, down_PRI)
+            bundle.add_grad_x(bundle.view_rows(grad_x), grad_h_PTR, down_PRI)
         ctx.pending.clear()
         return grad_x, None
 
@@ -112,8 +112,8 @@ class _AddAdapters(torch.autograd.Function):
         x = x.contiguous()
         hs = []
         for bundle, layer, scale, down_PRI, up_POR in _walk(bundles, factors):
-            h_PTR = bundle.project(bundle.rows(x), down_PRI, scale)
-            bundle.rows(ys[layer]).baddbmm_(h_PTR, up_POR.mT)
+            h_PTR = bundle.project(bundle.view_rows(x), down_PRI, scale)
+            bundle.view_rows(ys[layer]).baddbmm_(h_PTR, up_POR.mT)
             hs.append(h_PTR)
         ctx.bundles, ctx.pending = bundles, pending
         ctx.save_for_backward(x, *factors, *hs)
@@ -128,9 +128,9 @@ class _AddAdapters(torch.autograd.Function):
         grad_downs, grad_ups = list[Tensor](), list[Tensor]()
         walk = _walk(ctx.bundles, saved[: 2 * number])
         for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(walk, saved[2 * number :], strict=True):
-            grad_PTO = bundle.rows(grads[layer])
+            grad_PTO = bundle.view_rows(grads[layer])
             grad_h_PTR = _multiply_scaled(grad_PTO, up_POR, scale)
-            grad_downs.append(bundle.grad_down(bundle.rows(x), grad_h_PTR))
+            grad_downs.append(bundle.compute_grad_down(bundle.view_rows(x), grad_h_PTR))
             grad_ups.append(grad_PTO.mT @ h_PTR)
             ctx.pending.append((bundle, grad_h_PTR, down_PRI))
         return None, None, None, None, *grads, *grad_downs, *grad_ups

@@ -1,4 +1,4 @@
-"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantized only for its matmul.
+"""LoRA operators on 4-bit base weights: each packed NF4 weight is dequantized only for its matmul.
 
 A dequantized weight is never saved: its memory returns to torch's allocator once the matmul is queued, and the next
 call on the stream reuses it. In the backward, projections of at most 64 MiB in total are computed in one matmul. The

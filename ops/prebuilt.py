@@ -1,7 +1,7 @@
 """Find and install builds of the CUDA operators: in this package, in shared folders, and in torch's cache.
 
-`Build` identifies one. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. With ZEROLORA_OPS=DIR[:DIR...]
-in the environment a run uses a matching build instead of compiling, even without nvcc.
+`Build` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If the environment has
+ZEROLORA_OPS=DIR[:DIR...], a run uses a matching build instead of compiling, even without nvcc.
 """
 
 import hashlib
@@ -88,13 +88,13 @@ def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[s
 
 
 def create_temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder inside `folder`; its context deletes it unless it was renamed."""
+    """Create a temporary folder inside `folder`; leaving its context deletes the folder unless it was renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix=".zerolora_lora-", dir=folder, ignore_cleanup_errors=True)
 
 
 def acquire_build_lock(path: Path) -> AbstractContextManager[object]:
-    """Wait for and acquire the lock of a build; it is released when the context or the process ends."""
+    """Wait for and acquire the lock of a build; the lock is released when the context or the process exits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

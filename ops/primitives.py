@@ -23,7 +23,7 @@ def reference_adapter_backward_(
     grad_up: Tensor,
     accumulate: bool,
 ) -> None:
-    """Add each gradient to its target or overwrite it (`adapter_backward_` in plain torch)."""
+    """Overwrite the targets with the gradients or, if `accumulate`, add the gradients to them, in plain torch."""
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
     h_TR = scale * (x_TI @ down_RI.t())

@@ -117,7 +117,7 @@ def dequantize_nf4(
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of E2M1, by the three low bits of a code."""
 ELEMENTS_AT_ONCE = 1 << 22
-"""Values that `dequantize_groups` computes in 32 bits at once, with 16 bytes each."""
+"""Values that `dequantize_groups` computes in fp32 at once, with 16 bytes each."""
 
 
 def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -209,7 +209,7 @@ def dequantize_blocks(
     for rows, scale_rows, height in _split_into_spans(q.shape[-2], block[0]):
         for cols, scale_cols, width in _split_into_spans(q.shape[-1], block[1]):
             blocks = out[..., rows, cols].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
-            blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # computed in 32 bits, like the scales
+            blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # computed in fp32, like the scales
     return out
 
 

@@ -1,10 +1,10 @@
-"""LoRA operators on a base stored in 8 bits and multiplied in 16 bits: weights are dequantized for each matmul.
+"""LoRA operators on 8-bit base weights that are dequantized for each matmul, which is computed in a 16-bit type.
 
 Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
 float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
 
 This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
-8-bit matmul here, and for any 8-bit base if exact matmuls are requested. A dequantized weight's memory returns to
+8-bit matmul here, and for any 8-bit base model if exact matmuls are requested. A dequantized weight's memory returns to
 torch's allocator once its matmul is queued, and the next weight reuses it. The 8-bit Parameter itself and its scales
 are saved for the backward, so ZeRO-3 may free and gather it in between. Matmuls are computed as in
 `zerolora::lora_forward` on every device.
@@ -72,7 +72,7 @@ def build_dequantizing_group(
         """Yield the slice of the group, the dequantized weight, and the columns of h for each weight."""
         begin = 0
         for index, down in enumerate(op.downs):
-            end = begin + lora.padded_rank(down.shape[0])
+            end = begin + lora.round_up_rank(down.shape[0])
             yield slice(index, index + 1), [dense(op, index)], h[:, begin:end].contiguous()
             begin = end
 
@@ -115,7 +115,7 @@ scaled_group = build_dequantizing_group(
 )
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenMatmul(torch.autograd.Function):
     """Computes y = x W^T with W dequantized on the fly, and again for dX = dY W."""
 
     @staticmethod
@@ -126,7 +126,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stored = [tensor.data for tensor in ctx.saved_tensors]  # read only once: checkpoints refuse a second read
+        stored = [tensor.data for tensor in ctx.saved_tensors]  # only once: checkpointing rejects a second read
         none = (None,) * len(stored)
         if not ctx.needs_input_grad[0]:
             return None, None, *none
@@ -135,7 +135,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 def frozen_linear(x: Tensor, dense: Callable[..., Tensor], stored: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """Compute y = x W^T + bias for a frozen W = dense(*stored, dtype=...) without an adapter."""
-    y: Tensor = _FrozenProduct.apply(x, dense, *stored)
+    y: Tensor = _FrozenMatmul.apply(x, dense, *stored)
     return y if bias is None else y + bias.to(y.dtype)
 
 

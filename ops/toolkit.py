@@ -41,8 +41,8 @@ def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
         )
 
 
-def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
-    """Return nvcc's name of a GPU architecture, '90a' for (9, 0); raises BuildError for a GPU that is too old."""
+def resolve_architecture(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
+    """Return nvcc's name of a GPU's architecture, such as '90a' for (9, 0). Raises BuildError if the GPU is too old."""
     card = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (7, 0):
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this GPU")
@@ -79,4 +79,4 @@ def parse_architectures(capabilities: Sequence[str]) -> list[str]:
         if not re.fullmatch(r"\d{1,2}\.\d", text):
             raise BuildError(f"--arch {text}: must be a compute capability, such as 9.0 (H100, H200) or 8.0 (A100)")
     toolkit = find_toolkit_version()
-    return sorted({check_capability((int(text[:-2]), int(text[-1])), toolkit) for text in capabilities})
+    return sorted({resolve_architecture((int(text[:-2]), int(text[-1])), toolkit) for text in capabilities})

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.adapter_files import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterFormat
 from trainer.checkpoint.weights import gather_weights, write_adapter
 
 
 def save_adapter(model: Any, folder: Path, *, must_have_moved: bool = True, initial: Path | None = None) -> None:
     """Write the adapter in PEFT's format and verify it."""
     trained = gather_weights(model)
-    form = AdapterForm.from_model(model, trained)
+    form = AdapterFormat.from_model(model, trained)
     write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)

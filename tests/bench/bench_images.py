@@ -105,7 +105,7 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
 
     from trainer.config import ModelSection
     from trainer.setup.joining import disable_cudnn_attention
-    from trainer.tasks.images.encoding import random_conditions
+    from trainer.tasks.images.encoding import build_random_conditions
     from trainer.tasks.images.pipeline import read_pipeline
 
     case = CASES[name]
@@ -124,7 +124,9 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
     denoiser.train()
     trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
-    conditions = {key: value[None].to(device) for key, value in random_conditions(pipeline, "a red circle").items()}
+    conditions = {
+        key: value[None].to(device) for key, value in build_random_conditions(pipeline, "a red circle").items()
+    }
     side = case["resolution"] // pipeline.downsampling
     conditions["sizes"] = torch.full((1, 6), float(case["resolution"]), device=device)
     conditions["guidance"] = torch.ones(1, device=device)

@@ -26,7 +26,7 @@ from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, sta
 from trainer.parallel.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
 from trainer.patches.deepspeed_workarounds import compute_gradient_norm
 from trainer.scu import law as scu
-from trainer.scu.controller import ScuFault, Steering
+from trainer.scu.controller import ScuError, Steering
 
 WORLD, ACCUMULATION, BATCH, LENGTH, VOCABULARY, TOKENS = 2, 2, 2, 12, 64, 400
 RATE = 0.05
@@ -124,7 +124,7 @@ def on_engine(
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     assert steering.information is not None
-    low, high = steering.information.reachable_squares(0.0, 0.0)
+    low, high = steering.information.compute_reachable_squares(0.0, 0.0)
     rank = dist.get_rank()
     out: dict[str, Any] = {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
     for step in range(1, steps + 1):
@@ -196,7 +196,7 @@ def disagreement(steering: Steering, steps: int) -> dict[str, Any]:
         steering.state = replace(steering.state, lambda_=math.nextafter(steering.lambda_, 100.0))
     try:
         steering.observe(7 * steps, torch.ones(()), 1, torch.ones(()))
-    except ScuFault as fault:
+    except ScuError as fault:
         message = str(fault)
     else:
         message = "no fault"

@@ -207,7 +207,7 @@ def test_ragged_documents_train_as_ever(ragged: Path, settings: dict[str, Any]) 
 def test_what_cannot_be_captured_is_launched_and_reported(even: Path) -> None:
     """Under a mask transformers asks the device whether documents are packed."""
     launched, played = both(even, model__attn_implementation="sdpa")
-    assert max(played.graphed) == 0.0 and "waits for the device" in played.graph_lines()
+    assert max(played.graphed) == 0.0 and "synchronizes with the device" in played.graph_lines()
     assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
 
 

@@ -40,7 +40,7 @@ def test_rows_of_a_divergence(dtype: torch.dtype, vocabulary: int) -> None:
     divergences = (log_p.exp() * (log_p - log_q)).sum(1)
     gradient = log_p.exp() * (log_p - log_q - divergences[:, None])
     got = torch.empty(TOKENS, device="cuda")
-    ops.head._divergences_on_gpu(logits, base_logits, got, 2.0)
+    ops.head._compute_divergences_on_gpu(logits, base_logits, got, 2.0)
     assert largest_error(got, divergences) < 1e-5
     assert largest_error(logits / 2, gradient) < ALLOWED[dtype]
 
@@ -67,8 +67,8 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
     hidden, base, weight = made(vocabulary, dtype)
     monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", 2 * vocabulary * rows_at_once)
     found = []
-    for rows in (ops.head._divergences_on_gpu, ops.head._divergences_in_torch):
-        monkeypatch.setattr(ops.head, "_divergences_on_gpu", rows)
+    for rows in (ops.head._compute_divergences_on_gpu, ops.head._compute_divergences_in_torch):
+        monkeypatch.setattr(ops.head, "_compute_divergences_on_gpu", rows)
         ours = hidden.clone().requires_grad_()
         divergence = sum_divergences(ours, base, weight)
         (3.0 * divergence).backward()

@@ -17,7 +17,7 @@ import torch
 from ops import backend, prebuilt
 from ops.builder import LoraOpBuilder, list_operators, main, register
 from ops.prebuilt import acquire_build_lock
-from ops.toolkit import BuildError, build_gencode_flag, check_capability, check_toolkit, list_architectures
+from ops.toolkit import BuildError, build_gencode_flag, check_toolkit, list_architectures, resolve_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,12 +81,12 @@ def test_toolkits_that_do_not_fit(toolkit, torch_cuda, message):
 
 
 def test_cards_that_are_too_old():
-    assert check_capability((9, 0), (13, 0)) == "90a"
-    assert check_capability((7, 0), (12, 8)) == "70"
+    assert resolve_architecture((9, 0), (13, 0)) == "90a"
+    assert resolve_architecture((7, 0), (12, 8)) == "70"
     with pytest.raises(BuildError, match=r"6\.1: 7\.0 \(Volta\) or newer"):
-        check_capability((6, 1), (12, 8))
+        resolve_architecture((6, 1), (12, 8))
     with pytest.raises(BuildError, match=r"7\.0: nvcc 13\.0 starts at 7\.5"):
-        check_capability((7, 0), (13, 0))
+        resolve_architecture((7, 0), (13, 0))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="checks what a torch without CUDA says")
@@ -96,7 +96,7 @@ def test_torch_without_cuda_is_one_line_and_auto_takes_the_reference(monkeypatch
     assert error.count("\n") == 1 and "built without CUDA" in error and "ops.backend: reference" in error
     monkeypatch.setattr(backend, "_loaded", None)
     monkeypatch.setattr(backend, "_library", None)
-    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
+    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* was built without CUDA"):
         backend.load("cuda")
     chosen = backend.load("auto")
     assert chosen.name == "reference" and "built without CUDA" in chosen.reason
@@ -269,7 +269,7 @@ def test_kernels_that_are_requested_and_cannot_be_built_are_refused(monkeypatch,
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(backend, "_loaded", None)
     assert backend.predict_backend("auto") == "reference"
-    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
+    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* was built without CUDA"):
         backend.check_requested()
     assert list(tmp_path.iterdir()) == []
 

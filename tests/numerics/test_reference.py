@@ -345,4 +345,4 @@ def test_a_mutation_overspends_the_budget(name):
 
 
 def test_h_has_room_for_16_byte_reads():
-    assert [lora.padded_rank(rank) for rank in (1, 8, 9, 256)] == [8, 8, 16, 256]
+    assert [lora.round_up_rank(rank) for rank in (1, 8, 9, 256)] == [8, 8, 16, 256]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.runs_in_process import make_ground, train
-from trainer.checkpoint.adapter_files import AdapterForm, NotReloadable
-from trainer.checkpoint.checkpoint_files import checksum
+from trainer.checkpoint.adapter_files import AdapterFormat, NotReloadableError
+from trainer.checkpoint.checkpoint_files import compute_checksum
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.checkpoint.weights import gather_weights, write_adapter
@@ -38,7 +38,7 @@ def test_more_tensors_than_one_call_takes_are_written_though_the_system_takes_th
         calls.append(len(buffers))
         return write(descriptor, [*buffers[:3], buffers[3][:1]] if len(buffers) > 3 else [buffers[0][:5]])
 
-    assert write_tensors(tmp_path / "whole", tensors, {"format": "pt"}) == checksum(tmp_path / "whole")
+    assert write_tensors(tmp_path / "whole", tensors, {"format": "pt"}) == compute_checksum(tmp_path / "whole")
     monkeypatch.setattr(os, "writev", grudging)
     write_tensors(tmp_path / "bits", tensors, {"format": "pt"})
     assert max(calls) == 1024
@@ -78,7 +78,7 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     trained = gather_weights(model)
     for value in trained.values():
         value.normal_()
-    write_adapter(AdapterForm.from_model(model, trained), trained, tmp_path / "ours", must_have_moved=True)
+    write_adapter(AdapterFormat.from_model(model, trained), trained, tmp_path / "ours", must_have_moved=True)
     model.save_pretrained(tmp_path / "theirs", state_dict=trained)
     theirs = tmp_path / "theirs"
     expected = load_file(theirs / "adapter_model.safetensors")
@@ -89,10 +89,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     last = next(name for name in broken if "lora_B" in name)
     broken[last].view(-1)[0] = float("inf")
     with pytest.raises(RuntimeError, match=r"lora_B\.weight is not finite; the last good weights"):
-        write_adapter(AdapterForm.from_model(model, trained), broken, tmp_path / "broken", must_have_moved=True)
+        write_adapter(AdapterFormat.from_model(model, trained), broken, tmp_path / "broken", must_have_moved=True)
     with pytest.raises(RuntimeError, match="every lora_B is still zero"):
         still = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in trained.items()}
-        write_adapter(AdapterForm.from_model(model, trained), still, tmp_path / "still", must_have_moved=True)
+        write_adapter(AdapterFormat.from_model(model, trained), still, tmp_path / "still", must_have_moved=True)
 
 
 def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_peft_loads_the_adapter_once_in_a_run_and_what_it_would_not_take_ends_tr
 
     monkeypatch.setattr("trainer.checkpoint.weights.write_tensors", write_fewer)
     settings: dict[str, Any] = {"training__resume_from_checkpoint": "latest", "training__save_total_limit": None}
-    with pytest.raises(NotReloadable, match=r"^checkpoint-5 was not saved: .*1 tensors .* not in the file"):
+    with pytest.raises(NotReloadableError, match=r"^checkpoint-5 was not saved: .*1 tensors .* not in the file"):
         train(folder, training__save_steps=1, training__max_steps=8, **settings)
     assert sorted(path.name for path in (folder / "run").glob("*checkpoint-*")) == [
         f"checkpoint-{step}" for step in range(1, 5)
@@ -160,7 +160,7 @@ def test_an_adapter_that_peft_would_not_load_whole_is_not_saved(tmp_path: Path, 
     rows: dict[str, Any] = {"trainable_token_indices": {"embed_tokens": [1, 5]}, "target_modules": ["q_proj", "k_proj"]}
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), LoraConfig(r=4, **rows))
     trained = gather_weights(model)
-    form = AdapterForm.from_model(model, trained)
+    form = AdapterFormat.from_model(model, trained)
     names, settings = dict(form.names), json.loads(form.settings)
     first = next(name for name in names if "q_proj.lora_A" in name)
     if change == "names":
@@ -172,6 +172,6 @@ def test_an_adapter_that_peft_would_not_load_whole_is_not_saved(tmp_path: Path, 
     elif change == "rows":
         names = {name: source for name, source in names.items() if "token" not in name}
     changed = replace(form, names=names, settings=json.dumps(settings))
-    expected = pytest.raises(NotReloadable, match=problem) if problem else nullcontext()
+    expected = pytest.raises(NotReloadableError, match=problem) if problem else nullcontext()
     with expected:
         write_adapter(changed, trained, tmp_path, must_have_moved=False)

@@ -247,6 +247,6 @@ def test_a_header_of_any_length_is_no_pickle(run_dir: Path, pad: int) -> None:
     file = run_dir / "checkpoint-15" / "adapter_model.safetensors"
     (run_dir / "checkpoint-15" / "COMPLETE").unlink()
     digest = write_tensors(file, {"layer.lora_A.weight": torch.ones(4, 3)}, {"pad": "x" * pad})
-    assert digest == checkpoint_files.checksum(file)
+    assert digest == checkpoint_files.compute_checksum(file)
     assert find_adapter_damage(run_dir / "checkpoint-15") is None
     assert {name: value.tolist() for name, value in load_file(file).items()} == {"layer.lora_A.weight": [[1.0] * 3] * 4}

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ScuSection, UserError, load_config
 from trainer.scu import law as scu
-from trainer.scu.controller import ScuFault, Steering
+from trainer.scu.controller import ScuError, Steering
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -181,12 +181,12 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
     else:
         loop.steering.penalty(3)
         loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.measured_local())
-    with pytest.raises(ScuFault, match="step 3 has a loss sum of"):
+    with pytest.raises(ScuError, match="step 3 has a loss sum of"):
         loop.run(4, 4)
 
 
 def test_measuring_before_the_term_is_a_fault() -> None:
-    with pytest.raises(ScuFault, match="before penalty"):
+    with pytest.raises(ScuError, match="before penalty"):
         steer(adapted()).measured_local()
 
 
@@ -256,11 +256,11 @@ def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     """S = 0.125 at the 8.5 bits of the untrained model is S = 0.55 at 1 bit: the same adapter, the same rates."""
     steering = steer(adapted(), measure="factors", target=0.5, sigma=0.2)
     assert steering.information is not None
-    _, squares = steering.information.reachable_squares(1e-4, 1e-4)
+    _, squares = steering.information.compute_reachable_squares(1e-4, 1e-4)
     assert (
-        scu.s_ratio(8.5, steering.information.bits(squares))
+        scu.s_ratio(8.5, steering.information.compute_bits(squares))
         < 0.5
-        < scu.s_ratio(0.1, steering.information.bits(squares))
+        < scu.s_ratio(0.1, steering.information.compute_bits(squares))
     )
     assert not any("out of reach" in line for line in steering.check_target(8.5, [1e-4]))
 

@@ -48,30 +48,30 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
     marks = DeviceMarks()
-    marks.note(0)
+    marks.record(0)
     assert marks.find_reached() is None, "before the first step a rank may be on another card"
     for _ in range(EVENT_COUNT + 3):
-        marks.note(4)
+        marks.record(4)
     assert marks.find_reached() == EVENT_COUNT + 3
     card.is_free = False
-    marks.note(5)
-    marks.note(5)
+    marks.record(5)
+    marks.record(5)
     assert marks.find_reached() == EVENT_COUNT + 3
     for _ in range(EVENT_COUNT):
-        marks.note(6)
+        marks.record(6)
     assert marks.find_reached() == 0, "of none that is left"
 
 
 def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
     marks = DeviceMarks()
-    marks.note(1)
+    marks.record(1)
     card.device = 0
-    marks.note(1)
+    marks.record(1)
     card.device, card.capturing = 1, True
-    marks.note(1)
+    marks.record(1)
     assert marks.find_reached() == 1
     card.fails = True
-    marks.note(1)
+    marks.record(1)
     assert marks.find_reached() is None
 
 

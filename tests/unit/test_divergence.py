@@ -21,7 +21,7 @@ from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
-from trainer.scu.controller import ScuFault, Steering
+from trainer.scu.controller import ScuError, Steering
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 VOCABULARY = 64
@@ -327,7 +327,7 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
     loop.steering.penalty(3)
     loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.measured_local())
-    with pytest.raises(ScuFault, match=r"step 3 has .* for the divergence from the base"):
+    with pytest.raises(ScuError, match=r"step 3 has .* for the divergence from the base"):
         loop.steering.settle()
 
 

@@ -33,7 +33,7 @@ def loss_of(model: Any) -> torch.Tensor:
 
 def flat_gradients(model: Any, flat: FlatAdapter) -> dict[str, torch.Tensor]:
     gradients: dict[str, torch.Tensor] = {}
-    for name, (buffer, start, elements) in flat.spans().items():
+    for name, (buffer, start, elements) in flat.list_spans().items():
         grad = flat.buffers[buffer].grad
         assert grad is not None
         gradients[name] = grad[start : start + elements]
@@ -121,10 +121,10 @@ def test_information_is_the_same_and_its_gradient_reaches_the_buffer(tmp_path: P
     together = AdapterInformation(find_pairs(model), measure, sigma=0.01, tokens=100, flat=flat)
     assert all(chunk.flat is flat for chunk in together.chunks)
     flat.read_through_views()
-    squares = together.squares()
-    torch.testing.assert_close(squares.detach(), apart.squares().detach())
+    squares = together.compute_squares()
+    torch.testing.assert_close(squares.detach(), apart.compute_squares().detach())
     squares.backward()
-    apart.squares().backward()
+    apart.compute_squares().backward()
     gradients = flat_gradients(model, flat)
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:

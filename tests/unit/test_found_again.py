@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.mixtures import EXPERTS, GROUPS, LATENT, MIXTURES, SMALL
 from tests.multimodal import MULTIMODAL
-from trainer.checkpoint.adapter_files import AdapterForm
+from trainer.checkpoint.adapter_files import AdapterFormat
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
@@ -45,7 +45,7 @@ def lost(name: str, folder: Path, **lora: Any) -> tuple[list[str], list[str]]:
     config = config_of(name)
     with torch.device("meta"):
         ours = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
-    form = AdapterForm.from_model(ours, [path for path, _ in list_trained_parameters(ours)])
+    form = AdapterFormat.from_model(ours, [path for path, _ in list_trained_parameters(ours)])
     shapes = {stored: value.shape for stored, value in form.build_tensors(dict(ours.named_parameters())).items()}
     save_file({stored: torch.zeros(shape) for stored, shape in shapes.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(form.settings)

@@ -16,7 +16,7 @@ from trainer.setup.preflight import prepare
 from trainer.tasks.images.batches import ImageBatches, group_by_size, iterate_evaluation_images
 from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
-from trainer.tasks.images.sizes import bucket_sizes, fit_to_bucket
+from trainer.tasks.images.sizes import fit_to_bucket, list_bucket_sizes
 from trainer.tasks.images.source_images import read_images
 
 
@@ -50,7 +50,7 @@ def refused(config: RunConfig) -> str:
 
 
 def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
-    sizes = bucket_sizes(ImageSection(resolution=1024))
+    sizes = list_bucket_sizes(ImageSection(resolution=1024))
     assert (1024, 1024) in sizes and (1152, 896) in sizes and (896, 1152) in sizes
     assert all(w * h <= 1024 * 1024 and w % 64 == 0 and h % 64 == 0 for w, h in sizes)
     for width, height in ((1000, 1000), (4000, 3000), (300, 500), (1920, 1080)):
@@ -59,7 +59,7 @@ def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
         assert image.size == (found.width, found.height)
         shown = found.width * found.height / (found.scaled[0] * found.scaled[1])
         assert shown > 0.93, f"{width} x {height} loses {1 - shown:.0%}"
-    assert bucket_sizes(ImageSection(resolution=512, buckets=False)) == [(512, 512)]
+    assert list_bucket_sizes(ImageSection(resolution=512, buckets=False)) == [(512, 512)]
 
 
 def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist
         text, _, pooled, _ = pipeline.encode_prompt([picture.caption], do_classifier_free_guidance=False)
-    mean, std = samples.store.latents(entry.number, flipped=False)
+    mean, std = samples.store.latents(entry.index, flipped=False)
     assert torch.equal(mean, seen.mean[0] * pipeline.vae.config.scaling_factor)
     assert torch.equal(std, seen.std[0] * pipeline.vae.config.scaling_factor)
-    flipped, _ = samples.store.latents(entry.number, flipped=True)
+    flipped, _ = samples.store.latents(entry.index, flipped=True)
     assert torch.equal(flipped, mirrored.mean[0] * pipeline.vae.config.scaling_factor)
     conditions = samples.store.conditions(entry.caption)
     torch.testing.assert_close(conditions["text"], text[0])
@@ -160,7 +160,7 @@ def test_sources_are_mixed_by_weight_and_keep_their_captions(root: Path, tmp_pat
     samples = prepare(run_config(root, dataset=dataset)).data.train
     captions = [samples.store.captions[entry.caption] for entry in samples.entries]
     assert (len(captions), captions.count("the other source")) == (10, 2)
-    assert sorted(entry.number for entry in samples.entries if entry.number < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(entry.index for entry in samples.entries if entry.index < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=6, caption_dropout=0.5)
     store = prepared.data.train.store
-    empty = store.conditions(store.caption_number(""))["text"]
+    empty = store.conditions(store.get_caption_index(""))["text"]
     dropped = [
         torch.equal(text, empty)
         for epoch in range(40)

@@ -14,7 +14,7 @@ from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
 from trainer.setup.text_run import refuse_image_settings
-from trainer.tasks.images.encoding import find_truncated_captions, load_vae
+from trainer.tasks.images.encoding import describe_truncated_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLORS, SourceImage, read_images
@@ -145,8 +145,8 @@ def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) 
 @pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 read up to 256")])
 def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, family: str, more: str) -> None:
     pipeline = read_pipeline(str(make_pipeline(tmp_path / "pipeline", family)), ModelSection())
-    assert find_truncated_captions(pipeline, ["a" * 75, "short"]) == []
-    (line,) = find_truncated_captions(pipeline, ["a" * 76, "short"])
+    assert describe_truncated_captions(pipeline, ["a" * 75, "short"]) == []
+    (line,) = describe_truncated_captions(pipeline, ["a" * 76, "short"])
     assert "1 of 2 captions" in line and "77 tokens" in line and "text_encoder and text_encoder_2" in line
     assert more in line
 

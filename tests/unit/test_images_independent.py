@@ -16,7 +16,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import SIZES, build_size_conditions, iterate_evaluation_images, seeded_generator
+from trainer.tasks.images.batches import SIZES, build_seeded_generator, build_size_conditions, iterate_evaluation_images
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pipeline import read_pipeline
 from trainer.tasks.images.sizes import fit_to_bucket
@@ -65,8 +65,8 @@ def test_times_of_flow_matching_are_drawn_as_diffusers_draws_them(
     objective = Objective(
         read_pipeline(f"random:{shape}", ModelSection()), ImageSection(logit_mean=mean, logit_std=std)
     )
-    ours = [objective.draw_time(seeded_generator(seed)) for seed in range(DRAWS)]
-    drawn = [torch.randn((), generator=seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
+    ours = [objective.draw_time(build_seeded_generator(seed)) for seed in range(DRAWS)]
+    drawn = [torch.randn((), generator=build_seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "normal", lambda mean, std, size, **_: mean + std * torch.stack(drawn).view(size))
     expected = compute_density_for_timestep_sampling("logit_normal", DRAWS, logit_mean=mean, logit_std=std)
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected)
@@ -77,8 +77,8 @@ def test_uniform_times_are_drawn_as_diffusers_draws_them(
     shape: str, times: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = Objective(read_pipeline(f"random:{shape}", ModelSection()), ImageSection(times=times))
-    ours = [objective.draw_time(seeded_generator(seed)) for seed in range(DRAWS)]
-    drawn = [torch.rand((), generator=seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
+    ours = [objective.draw_time(build_seeded_generator(seed)) for seed in range(DRAWS)]
+    drawn = [torch.rand((), generator=build_seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.stack(drawn).view(size))
     assert ours == compute_density_for_timestep_sampling("none", DRAWS).tolist()
 

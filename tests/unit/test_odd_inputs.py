@@ -886,7 +886,7 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     run = make_run(tmp_path)
     (run / "run.json").unlink()
     find_run(run, allow_mismatch=True)
-    line = "run.json, which records the base and the settings of the run, is missing or incomplete"
+    line = "run.json, which records the base model and settings of the run, is missing or incomplete"
     assert capsys.readouterr().err == f"note: {run}: {line}; allowed by --allow-mismatch\n"
 
 

@@ -60,7 +60,7 @@ def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -
 
 
 ALLOW = "restore it, or allow the change with training.resume_changes: [{}]"
-NEW_RUN = "its optimizer state fits nothing else; restore it, or start a new run with lora.adapter_path: "
+NEW_RUN = "which its optimizer state requires; restore it, or start a new run with lora.adapter_path: "
 CHANGES = [
     ("lora.alpha=16", "lora.alpha=16.0: checkpoint-4 was trained with 8.0", ALLOW.format("adapter")),
     ("lora.dropout=0.1", "lora.dropout=0.1: checkpoint-4 was trained with 0.0", ALLOW.format("adapter")),

@@ -147,8 +147,8 @@ def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: flo
     # No deadband here: a swing that happens to land in it would stop there.
     inside, _ = settled(law, odds_for(target, 1.001), within=1e-4 * target)
     assert inside == (not beyond)
-    assert (scu.find_gain_warning(law) is not None) == beyond
-    assert scu.is_stable(law, scu.steepest_slope(target)) == (not beyond)
+    assert (scu.build_gain_warning(law) is not None) == beyond
+    assert scu.is_stable(law, scu.compute_steepest_slope(target)) == (not beyond)
 
 
 @given(
@@ -175,9 +175,9 @@ def test_predicted_stability_is_that_of_the_simulated_deviation(
 def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> None:
     published = scu.Law(target=0.03)
     calm = scu.Law(target=0.03, ki=0.01)
-    slope = scu.steepest_slope(0.03)
-    warning = scu.find_gain_warning(published)
-    assert warning is not None and "not stable with the smoothing" in warning and scu.find_gain_warning(calm) is None
+    slope = scu.compute_steepest_slope(0.03)
+    warning = scu.build_gain_warning(published)
+    assert warning is not None and "not stable with the smoothing" in warning and scu.build_gain_warning(calm) is None
     assert (scu.is_stable(published, slope), scu.is_stable(calm, slope)) == (False, True)
     assert not settled(published, odds_for(0.03, 0.3))[0]
     assert settled(calm, odds_for(0.03, 0.3))[0]
@@ -221,16 +221,17 @@ def test_what_is_no_share_is_refused(ratio: float) -> None:
 
 def test_gain_warning_names_the_bound() -> None:
     assert scu.gain_bound(0.5) == 4.0
-    warning = scu.find_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
+    warning = scu.build_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
     assert warning is not None and "exceeds 4 " in warning
-    assert scu.find_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
-    assert scu.find_gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
+    assert scu.build_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
+    assert scu.build_gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
 
 
 def test_ratios_and_published_targets() -> None:
     assert scu.s_ratio(3.0, 1.0) == 0.25
     assert scu.s_ratio(0.0, 0.0) == 0.0
-    assert [scu.published_target(size) for size in (1_200_000_000, 3_000_000_000, 7_000_000_000)] == [0.01, 0.03, 0.03]
+    sizes = (1_200_000_000, 3_000_000_000, 7_000_000_000)
+    assert [scu.get_published_target(size) for size in sizes] == [0.01, 0.03, 0.03]
 
 
 def ours(**changes: Any) -> scu.Law:

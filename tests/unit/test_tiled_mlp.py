@@ -69,7 +69,7 @@ def test_tiles_give_the_loss_and_gradients_of_the_whole(
     loss, grads = one_pass(model, rows, length)
     torch.testing.assert_close(loss, whole[0], atol=1e-6, rtol=1e-6)
     if flat:
-        spans = model.flat_adapter.spans()
+        spans = model.flat_adapter.list_spans()
         names = [name for name, _ in build(architecture).named_parameters() if name in spans]
         (buffer,) = grads
         grads = [buffer[spans[name][1] : spans[name][1] + spans[name][2]] for name in names]

@@ -17,8 +17,8 @@ from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import (
     Report,
     compute_code_version,
+    check_shared_folder,
     find_differences,
-    find_unshared_folder,
     format_summary,
     meet,
 )
@@ -159,7 +159,7 @@ def test_all_ranks_receive_the_decision_of_rank_0() -> None:
 def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Path) -> None:
     """Both are given `run`, in folders of their own: the same name and not the same files, as on a local disk."""
     reports = [replace(report, sees_folder=report.host == "n1") for report in world()]
-    assert find_unshared_folder(reports, "/run") == [
+    assert check_shared_folder(reports, "/run") == [
         "output_dir=/run: n2, n3 do not see what rank 0 on n1 writes there; use a folder on a file system that all "
         "hosts share"
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import checksum, read_recorded_checksums
+from trainer.checkpoint.checkpoint_files import compute_checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
@@ -31,19 +31,19 @@ UNVERIFIED = ("state.json", "README.md")
 def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] | None) -> None:
     """Add the checksums of the result files and the identity of the run to run.json."""
     path = run_dir / RECORD
-    checksums = {name: checksum(run_dir / name) for name in names if name not in UNVERIFIED}
+    checksums = {name: compute_checksum(run_dir / name) for name in names if name not in UNVERIFIED}
     write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
 
 
 def find_adapter_damage(folder: Path) -> str | None:
-    """Return why the adapter in a folder cannot be loaded, beginning with a file name; None if it can be.
+    """Return why the adapter in a folder cannot be loaded, prefixed with a file name; None if it can be loaded.
 
     Compares the weights with their recorded checksum if there is one. Raises UserError if the settings are missing.
     """
     try:
         read_safetensors_header(folder / WEIGHTS)
         read_adapter_settings(folder)
-        if _has_changed(folder, WEIGHTS, _recorded_checksums(folder)):
+        if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy it from a checkpoint"
     except FileNotFoundError:
         return f"no {WEIGHTS}; use an adapter in safetensors format"
@@ -53,44 +53,44 @@ def find_adapter_damage(folder: Path) -> str | None:
 
 
 def find_untrainable_tensor(folder: Path) -> str | None:
-    """Return why a tensor of a saved adapter cannot be trained, beginning with its name; None if all can be trained."""
+    """Return why a tensor of a saved adapter cannot be trained, prefixed with its name; None if all can be trained."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():
-            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use an adapter in 16 or 32 bits"
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use a 16-bit or fp32 adapter"
         if not torch.isfinite(tensor.float()).all():
             return f"{name} is not finite; use an earlier checkpoint"
     return None
 
 
 def find_changed_files(folder: Path) -> list[str]:
-    recorded = _recorded_checksums(folder)
+    recorded = _read_checksums(folder)
     texts = [name for name in recorded if name.endswith(TEXT_SUFFIXES) and name not in UNVERIFIED]
     return [name for name in texts if _has_changed(folder, name, recorded)]
 
 
 def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
     try:
-        return name in recorded and checksum(folder / name) != recorded[name]
+        return name in recorded and compute_checksum(folder / name) != recorded[name]
     except FileNotFoundError:
         return True
     except OSError as error:
         raise UnreadableFile(folder / name, f"cannot be read ({error.strerror})") from None
 
 
-def _recorded_checksums(folder: Path) -> dict[str, str]:
+def _read_checksums(folder: Path) -> dict[str, str]:
     if (folder / RECORD).is_file():
         return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
     return read_recorded_checksums(folder)
 
 
-class NotReloadable(UserError):
+class NotReloadableError(UserError):
     """Raised if PEFT could not load the saved adapter completely. Retrying or restarting would fail in the same way."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
-class AdapterForm:
+class AdapterFormat:
     """The names of the trained tensors in PEFT's file, and the adapter's settings."""
 
     names: Mapping[str, str]
@@ -98,13 +98,13 @@ class AdapterForm:
     settings: str
     """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
-    """Factors that PEFT stores in another shape, by name in the model."""
+    """Factors that PEFT stores in a different shape, by name in the model."""
     empty_base: Any
     loaded: set[Any] = field(default_factory=set)
     """Settings, names and shapes that PEFT has loaded."""
 
     @classmethod
-    def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
+    def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterFormat":
         """Find the names by having PEFT save the model with an index in place of each tensor.
 
         Takes a few tenths of a second. Raises UserError for tensors that plain PEFT could not load.
@@ -130,9 +130,9 @@ class AdapterForm:
         return cls(names, settings, trained_factors, build_empty_base(model.get_base_model()))
 
     def check_loads(self, folder: Path) -> None:
-        """Raise NotReloadable unless plain PEFT loads every tensor of a saved adapter and misses none.
+        """Raise NotReloadableError unless plain PEFT loads every tensor of a saved adapter and misses none.
 
-        PEFT loads the adapter onto an empty base, only once for the same settings, names and shapes.
+        PEFT loads the adapter onto an empty base model, only once for the same settings, names and shapes.
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
@@ -143,15 +143,15 @@ class AdapterForm:
         except ValueError as error:
             name = folder.name.removeprefix(".writing-")
             problem = f"{name} was not saved: PEFT could not load it: {error}"
-            raise NotReloadable(f"{problem}; older checkpoints are untouched") from error
+            raise NotReloadableError(f"{problem}; older checkpoints are untouched") from error
         self.loaded.add(key)
 
     def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         peft = {name: factor.to_peft(trained[name]).contiguous() for name, factor in self.factors.items()}
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
-    def for_unchanged_base(self) -> "AdapterForm":
-        """Return the form of an equivalent adapter for the unchanged base (PiSSA and OLoRA change the base).
+    def for_unchanged_base(self) -> "AdapterFormat":
+        """Return the format of an equivalent adapter for the unchanged base model (PiSSA and OLoRA change its weights).
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
         loads a second adapter into the model, which must not happen during training.
@@ -165,7 +165,7 @@ class AdapterForm:
 def stack_difference(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Stack trained and initial factors into the tensors of `AdapterForm.for_unchanged_base`."""
+    """Stack trained and initial factors into the tensors of `AdapterFormat.for_unchanged_base`."""
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

@@ -25,7 +25,7 @@ class SaveFailed(UserError):
     exit_code = 1
 
 
-class Save:
+class BackgroundSave:
     """Writes a rank's files of a checkpoint in a thread, and publishes the checkpoint."""
 
     def __init__(
@@ -59,12 +59,12 @@ class Save:
         try:
             with collect_disk_errors(self._failures, self.folder.parent):
                 self._write(self.folder)
-                self._marker_path(self._ranks.rank).touch()
+                self._get_marker_path(self._ranks.rank).touch()
             self._written.set()
             if self._ranks.is_main and not self._failures and self._wait_for_others():
                 with collect_disk_errors(self._failures, self.folder.parent):
                     for rank in range(self._ranks.world_size):
-                        self._marker_path(rank).unlink(missing_ok=True)
+                        self._get_marker_path(rank).unlink(missing_ok=True)
                     self._publish(self.folder)
         except BaseException as error:  # raised again by the main thread
             self._exception = error
@@ -75,12 +75,12 @@ class Save:
         while not self._all_have_written.is_set():
             if self._has_failed.is_set():
                 return False
-            if all(self._marker_path(rank).exists() for rank in range(self._ranks.world_size)):
+            if all(self._get_marker_path(rank).exists() for rank in range(self._ranks.world_size)):
                 break
             self._has_failed.wait(POLL_INTERVAL_S)
         return not self._has_failed.is_set()
 
-    def _marker_path(self, rank: int) -> Path:
+    def _get_marker_path(self, rank: int) -> Path:
         return self.folder / f".written-{rank:05d}"
 
 
@@ -91,7 +91,7 @@ def exchange_outcomes(
     ranks: Ranks,
     stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Exchange disk failures and exceptions; if a rank failed, call `stop`, delete the folder, raise on all ranks."""
+    """Exchange disk failures and exceptions; if any rank failed, delete the folder and raise on all ranks."""
     error = f"{type(exception).__name__}: {exception}" if exception else ""
     outcomes: list[tuple[list[str], str]] = gather_objects((failures, error))
     full = [reason for reasons, _ in outcomes for reason in reasons]

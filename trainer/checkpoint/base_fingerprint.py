@@ -27,10 +27,10 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """Return the `name` of a randomly initialized base, or the hub `commit` and hashes of `weights` and `config`.
+    """Return the `name` of a random base model, or the Hub `commit` and the hashes of `weights` and `config`.
 
     Also contains hashes, by name, of an image pipeline's frozen parts and of Python files that loading would run.
-    Empty if the base is not on this machine yet.
+    Empty if the base model is not on this machine yet.
     """
     if is_random(base_model):
         return {"name": base_model}
@@ -98,7 +98,7 @@ def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
 
 
 def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
-    """Return whether two fingerprints belong to the same base; None if their weights cannot be compared."""
+    """Return whether two fingerprints belong to the same base model; None if their weights cannot be compared."""
     if find_changed_part(one, other):
         return False
     for key in SAME_WEIGHTS:

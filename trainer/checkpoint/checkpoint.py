@@ -74,7 +74,7 @@ class RankState:
         write_tensors(files[0], self.rank_tensors, {})
         if self.pieces is not None:
             files.append(folder / f"training_state-{self.rank:05d}.safetensors")
-            write_tensors(files[-1], self.pieces.tensors, self.pieces.metadata())
+            write_tensors(files[-1], self.pieces.tensors, self.pieces.build_metadata())
         if self.rank == 0:
             files.append(folder / "state.json")
             files[-1].write_text(json.dumps(self.state, indent=1))

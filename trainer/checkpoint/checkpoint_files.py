@@ -49,8 +49,8 @@ def checkpoint_step(checkpoint: Path) -> int:
 def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
     """Resolve `training.resume_from_checkpoint`; with `read`, also verify all checksums.
 
-    `latest` and `auto` skip damaged checkpoints. Raises UserError if all checkpoints or the named one are damaged, or
-    if there is none for `latest`.
+    `latest` and `auto` skip damaged checkpoints. Raises UserError if the named checkpoint or all checkpoints are
+    damaged, or if `latest` finds none.
     """
     if setting is None:
         return Choice(None)
@@ -102,7 +102,7 @@ def find_damage(checkpoint: Path) -> str | None:
         for name, (digest, size) in sums.items():
             if (size_found := (checkpoint / name).stat().st_size) != size:
                 return f"{name} is damaged: {size_found:,} bytes of {size:,}"
-            if checksum(checkpoint / name) != digest:
+            if compute_checksum(checkpoint / name) != digest:
                 return f"{name} is damaged: its checksum does not match"
         return None
     except FileNotFoundError as error:
@@ -131,8 +131,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def checksum(file: Path) -> str:
-    """Return the XXH3-128 checksum of a file; the disk limits the speed."""
+def compute_checksum(file: Path) -> str:
+    """Return the XXH3-128 checksum of a file."""
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         # Uninitialized memory: filling it with zeros would hold the GIL while training needs it.
@@ -146,7 +146,7 @@ def seal(folder: Path) -> None:
     """Write COMPLETE with the checksums of all files in the folder."""
     # A tokenizer with several chat templates stores them in a folder.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
-    sums = {str(file.relative_to(folder)): (checksum(file), file.stat().st_size) for file in files}
+    sums = {str(file.relative_to(folder)): (compute_checksum(file), file.stat().st_size) for file in files}
     _write_sums(folder / MARKER, sums)
 
 
@@ -155,7 +155,7 @@ def reseal(folder: Path, name: str) -> None:
     marker = folder / MARKER
     sums = _parse_checksums(marker.read_bytes()) if marker.is_file() else None
     if sums and name in sums:
-        _write_sums(marker, sums | {name: (checksum(folder / name), (folder / name).stat().st_size)})
+        _write_sums(marker, sums | {name: (compute_checksum(folder / name), (folder / name).stat().st_size)})
 
 
 def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
@@ -192,7 +192,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint to `abandoned-...`, from which a run resumes only if it is named explicitly."""
+    """Rename a checkpoint to `abandoned-...`; runs resume from it only if it is named explicitly."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PREFIX, Save, SaveFailed, exchange_outcomes
+from trainer.checkpoint.background import PREFIX, BackgroundSave, SaveFailed, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, list_later_checkpoints, list_surplus_checkpoints, publish
 from trainer.checkpoint.host_copies import HostCopies
@@ -59,7 +59,7 @@ class CheckpointManager:
         self._renamed: list[Path] = []
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
-        self._current: Save | None = None
+        self._current: BackgroundSave | None = None
         self._upload_problem = ""
 
     @phase("restore")
@@ -92,7 +92,7 @@ class CheckpointManager:
             self._say.show(f"note: {describe_finished(position.step, total_steps)}")
         best, metric = position.best_step, training.compared_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
-        if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
+        if training.best_checkpoint and best and not self._get_checkpoint_path(best).exists():
             reason = f"the best checkpoint so far (step {best}) is missing"
         if best and reason:
             self._say(f"note: {reason}; the search for the best checkpoint starts over")
@@ -104,7 +104,7 @@ class CheckpointManager:
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, the adapter's update scaled by `factor`. A collective call; raises SaveFailed."""
+        """Write the final weights, with the adapter's update scaled by `factor`; a collective call."""
         must_have_moved, identity = has_positive_rate(schedule), self._get_identity()
         self._folder.save_result(engine, must_have_moved=must_have_moved, factor=factor, identity=identity)
 
@@ -169,7 +169,7 @@ class CheckpointManager:
                 folder.mkdir(parents=True)
         with self._warn_on_failure():
             exchange_outcomes(failures, None, folder, self._ranks)
-        self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
+        self._current = BackgroundSave(folder, write, partial(self._publish, protect), self._ranks)
 
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
         """Publish a checkpoint and delete surplus ones, except at the steps in `protect`; runs in the save thread.
@@ -185,7 +185,7 @@ class CheckpointManager:
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload a run on an object store; return its URL. A failure is reported; the next checkpoint tries again."""
+        """Upload a run on an object store; return its URL. A failure is only recorded; the next checkpoint retries."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -195,7 +195,7 @@ class CheckpointManager:
 
     @phase("save")
     def upload_result(self) -> None:
-        """Upload the finished run if it is on an object store. Raises SaveFailed on rank 0."""
+        """Upload the finished run if it is on an object store. Raises SaveFailed on rank 0 if that fails."""
         if self._ranks.is_main and (address := self._upload()):
             self._say(f"uploaded     {escape(address)}")
         if self._upload_problem:
@@ -203,7 +203,7 @@ class CheckpointManager:
 
     @phase("save")
     def settle(self) -> None:
-        """Wait for the current save; a collective call. Raises SaveFailed, after a warning."""
+        """Wait for the current save; a collective call. Warns and raises SaveFailed on all ranks if any rank failed."""
         save, self._current = self._current, None
         if save is None:
             return
@@ -238,7 +238,7 @@ class CheckpointManager:
         """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
-        best = self._checkpoint_path(position.best_step)
+        best = self._get_checkpoint_path(position.best_step)
         if problem := run_on_main(self._ranks, lambda: find_damage(best)):
             self._say(f"[yellow]warning:[/yellow] keeping the last weights: {escape(f'{best.name}: {problem}')}")
             return None
@@ -250,7 +250,7 @@ class CheckpointManager:
         self._say(f"keeping the weights of step {position.best_step}, which have the {score}")
         return position.best_step
 
-    def _checkpoint_path(self, step: int) -> Path:
+    def _get_checkpoint_path(self, step: int) -> Path:
         """Return the checkpoint of a step, in this run's folder or in the folder from which it resumes."""
         path = self._run_dir / f"checkpoint-{step}"
         return path if self.checkpoint is None or path.exists() else self.checkpoint.parent / path.name

@@ -45,19 +45,19 @@ class FinishedRun:
     run_dir: Path
     config: RunConfig
     allow_mismatch: bool = False
-    """Whether the base, data and files may differ from those used in training."""
+    """Whether the base model, data and files may differ from those used in training."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> None:
     parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model_help)
-    parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
+    parser.add_argument(ALLOW, action="store_true", help="accept a base model, data or files that differ from training")
 
 
 def find_run(
     folder: Path, base_model: str | None = None, *, needs_base: bool = True, allow_mismatch: bool = False
 ) -> FinishedRun:
-    """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base.
+    """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base model.
 
     Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the base model's folder
     is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
@@ -78,9 +78,9 @@ def find_run(
     if base_model is not None:
         # The revision belongs to the repository in the configuration.
         if not base_model.strip():
-            raise UserError("--base-model: empty; write a folder or a name on the hub, or omit the option")
+            raise UserError("--base-model: empty; pass a folder or a Hub ID, or omit the option")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
-            raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its name on the hub")
+            raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its Hub ID")
         section = config.model.model_copy(update={"revision": None})
         config = config.model_copy(update={"base_model": base_model, "model": section})
     is_path = config.base_model.startswith(("/", ".", "~"))
@@ -93,15 +93,15 @@ def find_run(
             raise
         for mistake in getattr(error, "mistakes", (error,)):
             print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
-        _report_bare_layers(folder, config.base_model)
+        _report_layers_without_adapter(folder, config.base_model)
     # The saved tokenizer has the template used in training; the template file may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"dataset": dataset})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
-def _report_bare_layers(folder: Path, base_model: str) -> None:
-    """Print a note if the base has layers above the adapter's last layer."""
+def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
+    """Print a note if the base model has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
     last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
     layers = find_json(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get("num_hidden_layers", 0)
@@ -184,7 +184,7 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
 
 
 def load_full_base(run: FinishedRun, dtype: torch.dtype) -> Any:
-    """Load the run's base, unquantized, in `dtype` on the CPU."""
+    """Load the run's base model, unquantized, in `dtype` on the CPU."""
     base, cpu = run.config.base_model, torch.device("cpu")
     return load_base_model(base, run.config.model, dtype=dtype, device=cpu, attention="eager", unpack=True)
 

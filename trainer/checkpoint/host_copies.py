@@ -24,11 +24,11 @@ class HostCopies:
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to contiguous host memory; for a GPU tensor the copy is valid after `wait`."""
         tensor = tensor.detach()
-        buffer = self._buffer(name, tensor)
+        buffer = self._get_buffer(name, tensor)
         if buffer is None:
             return tensor.to("cpu", copy=True).contiguous()
         tensor = tensor.contiguous()
-        with self._copy_stream(tensor):
+        with self._use_copy_stream(tensor):
             return buffer.copy_(tensor, non_blocking=True)
 
     def mark_queued(self) -> None:
@@ -49,7 +49,7 @@ class HostCopies:
         if self._event is not None:
             self._event.synchronize()
 
-    def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
+    def _use_copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
         """Return the context of the copy stream, which waits for the tensor and keeps its memory until it is copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
@@ -59,7 +59,7 @@ class HostCopies:
         tensor.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
 
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _get_buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the buffer for a tensor, or None if the buffers would exceed MAX_PINNED_BYTES."""
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):

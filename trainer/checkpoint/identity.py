@@ -1,8 +1,8 @@
-"""Record the identity of a run (base, tokenizer, adapter, data), and compare it before the run is loaded.
+"""Record the identity of a run (base model, tokenizer, adapter, data), and compare it before the run is loaded.
 
 Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
 reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not fit
-the optimizer state (the adapter's rank or layers) are always refused. Commands compare the parts that determine the
+the optimizer state (the adapter's rank or layers) are always rejected. Commands compare the parts that determine the
 model they load.
 """
 
@@ -30,7 +30,7 @@ ALLOW = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 FIXED, NOT_COMPARED, GROUPS, PEFT_NAMES = (TABLES[name] for name in ("fixed", "not_compared", "groups", "peft_names"))
 MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
-"""Settings that determine the base of a finished adapter, and settings that determine the held-out documents."""
+"""Settings that determine the base model of a finished adapter, and settings that determine the held-out documents."""
 
 
 class Identity(BaseModel):
@@ -60,7 +60,7 @@ class Difference:
 def build_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
-    """Return the identity of a run that is about to train; without `prepared`, only its base and settings."""
+    """Return the identity of a run that is about to train; without `prepared`, only its base model and settings."""
     # Divide `global_batch_size` among the ranks if their number is known.
     shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
@@ -132,13 +132,13 @@ def find_differences(recorded: Identity, current: Identity, name: str) -> list[D
 def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
     """Raise UserError if anything changed since the adapter in `folder` was trained, or if its record is missing.
 
-    The base is not compared if it is neither needed nor on this machine.
+    The base model is not compared if it is neither needed nor on this machine.
     """
     changes = {name: "changed" if (folder / name).exists() else "deleted" for name in find_changed_files(folder)}
     problems = [f"{folder}: {name} was {change} after training; restore it" for name, change in changes.items()]
     recorded = read_recorded_identity(folder)
     if recorded is None:
-        record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"
+        record = f"{RECORD}, which records the base model and settings of the run, is missing or incomplete; restore it"
         problems.append(f"{folder}: {record}")
     else:
         base = fingerprint_base(config.base_model, config.model)
@@ -167,7 +167,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Check that base and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
+    """Check that base model and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
 
     Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
@@ -276,7 +276,7 @@ def plan_resumption(
     """Choose the checkpoint to resume from, and check that it is intact and belongs to this run.
 
     `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserErrors with all differences
-    that are not allowed, including differences between the base and an initial adapter.
+    that are not allowed, including differences between the base model and an initial adapter.
     """
     training = config.training
     if choice is None:
@@ -289,9 +289,9 @@ def plan_resumption(
     notes = []
     if recorded is not None:
         current = build_identity(config, prepared, world_size, precision)
-        refused, note = compare_identities(recorded, current, checkpoint, training.resume_changes)
-        if refused:
-            raise UserErrors(refused)
+        rejected, note = compare_identities(recorded, current, checkpoint, training.resume_changes)
+        if rejected:
+            raise UserErrors(rejected)
         notes += [note] if note else []
     else:
         notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
@@ -310,18 +310,18 @@ def describe_finished(step: int, total_steps: int) -> str:
 def compare_identities(
     recorded: Identity, current: Identity, checkpoint: Path, allowed: tuple[str, ...]
 ) -> tuple[list[str], str | None]:
-    """Return a message for each refused difference, and one note that lists the allowed ones, or None."""
-    refused, changed = [], []
+    """Return a message for each rejected difference, and one note that lists the allowed differences, or None."""
+    rejected, changed = [], []
     for difference in find_differences(recorded, current, checkpoint.name):
         if difference.fixed:
             weights = "base_model" if recorded.settings.get("adapter") == "none" else "lora.adapter_path"
-            refused.append(
-                f"{difference.problem}, and its optimizer state fits nothing else; restore it, or start a new run "
+            rejected.append(
+                f"{difference.problem}, which its optimizer state requires; restore it, or start a new run "
                 f"with {weights}: {checkpoint}"
             )
         elif difference.group is None or difference.group in allowed:
             changed.append(difference.change)
         else:
             fix = f"restore it, or allow the change with training.resume_changes: [{difference.group}]"
-            refused.append(f"{difference.problem}; {fix}")
-    return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None
+            rejected.append(f"{difference.problem}; {fix}")
+    return rejected, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

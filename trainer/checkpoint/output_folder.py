@@ -64,7 +64,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
 
 
 def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
-    """Return the result of `check` for one adapter's run; its errors name the adapter."""
+    """Return the result of `check` for one adapter's run; prefix its errors with the adapter's name."""
     try:
         return check(run, *arguments, **options)
     except UserError as error:
@@ -76,7 +76,7 @@ def check_output_folder(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     fetch_run(folder)
     try:
-        existing = _nearest_existing(folder)
+        existing = _find_nearest_existing(folder)
         _check_writable(folder, existing)
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
@@ -100,10 +100,10 @@ def check_no_conflict(config: RunConfig) -> None:
 
 
 def find_output_problem(config: RunConfig) -> str | None:
-    """Return why `zerolora train` would refuse the output folder now, with the fix; None if it would accept it."""
+    """Return why `zerolora train` would reject the output folder now, with the fix; None if it would accept it."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
-        return f"a run is active in it ({holder}); wait until it ends, or use another folder"
+        return f"a run is active in it ({holder}); wait until it exits, or use another folder"
     return _find_conflict(config)
 
 
@@ -134,7 +134,7 @@ def _find_move_problem(folder: Path) -> str | None:
     return None
 
 
-def _nearest_existing(folder: Path) -> Path:
+def _find_nearest_existing(folder: Path) -> Path:
     """Return the folder or its nearest existing parent. Raises UserError for a broken link."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
@@ -174,7 +174,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
 
 
 def _check_separate(config: RunConfig, folder: Path) -> None:
-    """Raise UserError if the folder is a home directory or git checkout, or contains, or is in, an input of the run."""
+    """Raise UserError if the folder is a home directory or a git checkout, or overlaps with an input of the run."""
     real = folder.resolve()
     try:
         home = Path.home().resolve()
@@ -207,8 +207,8 @@ def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
         *((f"dataset.mix.{index}.path", source.path) for index, source in enumerate(data.mix)),
         ("dataset.chat_template", data.chat_template),
     ]
-    # os.path accepts any text, such as a chat template or a hub name.
+    # os.path accepts any text, such as a chat template or a Hub ID.
     paths = [(name, Path(os.path.expanduser(text))) for name, text in inputs if text]
     existing = [(name, path) for name, path in paths if os.path.exists(path)]
-    caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the hub's cache", Path(HF_HUB_CACHE))]
+    caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the Hub cache", Path(HF_HUB_CACHE))]
     return [*existing, *caches]

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.adapter_files import AdapterForm, record_result
+from trainer.checkpoint.adapter_files import AdapterFormat, record_result
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
@@ -45,8 +45,6 @@ INITIAL_ADAPTER = "initial_adapter"
 
 
 class RunFolder:
-    """The output folder of a run, as seen by one rank."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -62,7 +60,7 @@ class RunFolder:
         self._console, self._say, self._lock = console, say, lock
         self.metrics: Metrics | None = None
         """Set by `open` on rank 0."""
-        self._form: AdapterForm | None = None
+        self._format: AdapterFormat | None = None
         self._write_record: Callable[[], None] = lambda: None
 
     def check(self) -> None:
@@ -148,7 +146,7 @@ class RunFolder:
     ) -> None:
         """Write the final weights to a temporary folder, then move them into place; a collective call.
 
-        `factor` scales the adapter's update; `identity` is the identity of the run, on rank 0. Raises SaveFailed.
+        `factor` scales the adapter's update; rank 0 passes the run's `identity`. Raises SaveFailed if the disk is full.
         """
         result = self.path / RESULT
         failures: list[str] = []
@@ -203,12 +201,12 @@ class RunFolder:
         command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
         self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
-    def adapter_form(self, engine: Engine) -> AdapterForm | None:
-        """Return the AdapterForm of this run; None in full training, and on ranks other than 0."""
-        if self._form is None and self._ranks.is_main and self._config.adapter != "none":
+    def adapter_form(self, engine: Engine) -> AdapterFormat | None:
+        """Return the AdapterFormat of this run; None in full training, and on ranks other than 0."""
+        if self._format is None and self._ranks.is_main and self._config.adapter != "none":
             names = [name for name, _ in list_trained_parameters(engine.module)]
-            self._form = AdapterForm.from_model(engine.module, names)
-        return self._form
+            self._format = AdapterFormat.from_model(engine.module, names)
+        return self._format
 
     def build_weights_writer(
         self, engine: Engine, weights: dict[str, torch.Tensor], *, must_have_moved: bool

@@ -42,7 +42,7 @@ IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
 def find_run_dir(folder: Path) -> Path:
-    """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError otherwise."""
+    """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError for others."""
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else "no such folder"
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
@@ -72,7 +72,7 @@ def write_run_record(
         STARTED_IN: os.getcwd(),
         "world_size": world_size,
         "device": device,
-        "device_name": _find_device_name(device),
+        "device_name": _get_device_name(device),
         "precision": precision,
         PROMPT_TEXT: prompt_text,
         "python": platform.python_version(),
@@ -137,7 +137,7 @@ def _move_aside(run_dir: Path) -> Path:
             continue
     if (folder / LOGS).is_dir():
         shutil.copytree(folder / LOGS, aside / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
-    for path in _record_last(list_run_files(folder)):
+    for path in _sort_record_last(list_run_files(folder)):
         os.rename(path, aside / path.name)
     sync(aside)
     sync(folder)
@@ -150,7 +150,7 @@ def _delete_run_files(run_dir: Path) -> None:
     with suppress(UserError):  # a damaged record lists no result
         result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
         names |= {name.partition("/")[0] for name in result}
-    for path in _record_last(list_run_files(run_dir)):
+    for path in _sort_record_last(list_run_files(run_dir)):
         if path.name not in names and not CHECKPOINT.fullmatch(path.name.removeprefix(".writing-")):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -160,7 +160,7 @@ def _delete_run_files(run_dir: Path) -> None:
     sync(run_dir)
 
 
-def _record_last(paths: Iterable[Path]) -> list[Path]:
+def _sort_record_last(paths: Iterable[Path]) -> list[Path]:
     """Sort the record last, so that a partly cleared folder still counts as a run's folder."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
@@ -179,7 +179,7 @@ def place_result(run_dir: Path) -> list[str]:
     return names
 
 
-def _find_device_name(device: str) -> str:
+def _get_device_name(device: str) -> str:
     if device == "cuda":
         import torch
 

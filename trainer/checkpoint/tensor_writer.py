@@ -22,7 +22,7 @@ _MAX_BUFFERS = 1024
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.checksum`."""
+    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.compute_checksum`."""
     # Offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    """View the tensor's memory without a torch operation, which would release the GIL and wait for it again."""
+    """View the tensor's memory without a torch operation, which would release and reacquire the GIL."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

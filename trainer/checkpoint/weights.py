@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterForm, stack_difference
-from trainer.checkpoint.checkpoint_files import checksum
+from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterFormat, stack_difference
+from trainer.checkpoint.checkpoint_files import compute_checksum
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask
 from trainer.parallel.engine.flat_adapter import list_trained_parameters
@@ -17,17 +17,17 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, to be subtracted so that the result fits the unchanged base. A collective call."""
+    """Write the initial adapter, which is subtracted from results for the unchanged base model; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
     if is_main:
-        write_adapter(AdapterForm.from_model(model, trained), trained, folder, must_have_moved=False)
+        write_adapter(AdapterFormat.from_model(model, trained), trained, folder, must_have_moved=False)
     config.init_lora_weights = method
 
 
 def write_adapter(
-    form: AdapterForm,
+    form: AdapterFormat,
     trained: Mapping[str, torch.Tensor],
     folder: Path,
     *,
@@ -39,7 +39,7 @@ def write_adapter(
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
     difference from it, which fits the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
-    zero although `must_have_moved`; NotReloadable if PEFT could not load the file completely.
+    zero although `must_have_moved`; NotReloadableError if PEFT could not load the file completely.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -50,14 +50,14 @@ def write_adapter(
     _check_finite(stored, folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
-    if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
+    if write_tensors(file, stored, {"format": "pt"}) != compute_checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back; check the disk")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
     form.check_loads(folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights and the configuration of `model`. Raises RuntimeError if one is missing or not finite."""
+    """Write gathered weights and `config.json` of the model. Raises RuntimeError if none exist or one is not finite."""
     _check_finite(weights, folder)
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)

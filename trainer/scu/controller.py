@@ -1,13 +1,13 @@
-"""The Shannon Control Unit as the training loop sees it: the penalty, the measurement, lambda and its records.
+"""Connect the Shannon Control Unit to the training loop: the penalty, the measurement, lambda and its records.
 
 Optimizer step t:
 
     last micro-step:  forward; penalty(t) first updates lambda by S (or K) of step t-1; backward of loss + penalty
-    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
+    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the loss's all-reduce
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
-The only wait for the device is the check that lambda is bitwise equal on all ranks, every `scu.check_every` steps.
-Evaluation does not use the penalty. A fault raises ScuFault on every rank; training never continues uncontrolled.
+The host synchronizes with the device only to check every `scu.check_every` steps that lambda is bitwise equal on all
+ranks. Evaluation does not use the penalty. Faults raise ScuError on every rank; training never continues uncontrolled.
 """
 
 import json
@@ -31,15 +31,15 @@ from trainer.scu.law_settings import adapt_state, build_information, build_law
 
 MIB = 2**20
 MEMORIZED_BPT = 1e-3
-"""DataBPT of a memorized text: runs that overfit end at 0.002 (docs/lab/scu.md)."""
+"""DataBPT of memorized text; runs that overfit reach 0.002 (docs/lab/scu.md)."""
 
 
-class ScuFault(RuntimeError):
+class ScuError(RuntimeError):
     """Raised if a measurement is not finite, or ranks have different lambdas."""
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingMeasurement:
     """A measurement that is being copied to the host.
 
     `sums` in fp64: loss sum (nats), target tokens, Q or the sum of KL (nats), and whether the step was applied.
@@ -51,7 +51,7 @@ class _Pending:
     memory_mb: float
 
     def wait(self) -> list[float]:
-        """Return the numbers; this rarely waits, since the copy was started one step ago."""
+        """Return the sums as numbers; this rarely blocks, since the copy was started one step ago."""
         if self.copied is not None:
             self.copied.synchronize()
         return [float(number) for number in self.sums.tolist()]
@@ -86,7 +86,7 @@ class Steering:
         self.records: list[dict[str, Any]] = []
         self.fitted: dict[str, float] | None = None
         """Set at the end of a run that held out reference text."""
-        self._pending: _Pending | None = None
+        self._pending: _PendingMeasurement | None = None
         self._measured: Tensor | None = None
 
     @property
@@ -112,14 +112,14 @@ class Steering:
         if self.law.controller != "pi" or self.information is None:
             return []
         reach = math.fsum(planned_learning_rates)
-        squares = self.information.reachable_squares(reach, reach * b_ratio)
-        bits_low, bits_high = (self.information.bits(bound) for bound in squares)
+        squares = self.information.compute_reachable_squares(reach, reach * b_ratio)
+        bits_low, bits_high = (self.information.compute_bits(bound) for bound in squares)
         low = scu.s_ratio(data_bpt_now, bits_low)
-        now_global = sum_over_ranks(self._mean_over_ranks(self.information.squares().detach()))
-        now = scu.s_ratio(data_bpt_now, self.information.bits(now_global.item()))
+        now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_squares().detach()))
+        now = scu.s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
         target = self.law.target
         high = scu.s_ratio(MEMORIZED_BPT, bits_high)
-        warnings = [warning] if (warning := scu.find_gain_warning(self.law)) else []
+        warnings = [warning] if (warning := scu.build_gain_warning(self.law)) else []
         if not low <= target <= high:
             problem = (
                 f"scu.target={target:g}: out of reach; S is {now:.3g} now, and these learning rates keep it within "
@@ -142,10 +142,10 @@ class Steering:
         self.settle()
         if self.divergence is not None:
             penalty = self.divergence.penalty(step, self.lambda_)
-            self._measured = self.divergence.local_sum()
+            self._measured = self.divergence.get_local_sum()
             return penalty
         assert self.information is not None
-        squares = self.information.squares()
+        squares = self.information.compute_squares()
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)
@@ -154,8 +154,8 @@ class Steering:
     def measured_local(self) -> Tensor:
         """Return this rank's contribution to Q, or to the sum of KL: fp64 on the device, to be summed over ranks."""
         if self._measured is None:
-            raise ScuFault("scu: measured_local() was called before penalty() in this step")
-        return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
+            raise ScuError("scu: measured_local() was called before penalty() in this step")
+        return self._measured if self.divergence is not None else self._divide_by_ranks(self._measured)
 
     def observe(
         self,
@@ -165,7 +165,7 @@ class Steering:
         measured_global: Tensor,
         applied: Tensor | bool = True,
     ) -> None:
-        """Record the sums of step `step` over all ranks and micro-steps without waiting for the device.
+        """Record the sums of step `step` over all ranks and micro-steps without synchronizing with the device.
 
         A collective call. A step that was not `applied` does not change the controller.
         """
@@ -187,10 +187,10 @@ class Steering:
             copied = torch.cuda.Event()
             copied.record()
             memory_mb = torch.cuda.memory_allocated(device) / MIB
-        self._pending = _Pending(step, sums, copied, memory_mb)
+        self._pending = _PendingMeasurement(step, sums, copied, memory_mb)
 
     def settle(self) -> None:
-        """Apply a pending measurement to lambda. `penalty` calls this; an earlier call is equivalent."""
+        """Apply a pending measurement to lambda. `penalty` calls this; calling it earlier has the same effect."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -198,19 +198,19 @@ class Steering:
         if not counts or tokens == 0:
             return  # a skipped step, or one without target tokens
         if not math.isfinite(loss_sum) or not math.isfinite(measured) or loss_sum < 0:
-            measure = "adapter" if self.divergence is None else "divergence from the base"
-            raise ScuFault(
+            measure = "adapter" if self.divergence is None else "divergence from the base model"
+            raise ScuError(
                 f"scu: step {pending.step} has a loss sum of {loss_sum} nats over {tokens:g} target tokens, and "
                 f"{measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
             )
         lambda_, data = self.lambda_, data_bpt(loss_sum, tokens)
         if self.divergence is not None:
-            bits = self.divergence.bits(pending.step, measured)
+            bits = self.divergence.compute_bits(pending.step, measured)
             self.state = scu.advance(self.law, self.state, bits)
             measures = {"kl_bits": bits, "kl_smoothed": self.state.smoothed}
         else:
             assert self.information is not None
-            bits = self.information.bits(measured)
+            bits = self.information.compute_bits(measured)
             self.state = scu.advance(self.law, self.state, scu.s_ratio(data, bits))
             measures = {"param_bpt": bits, "s_ratio": self.state.measured, "s_smoothed": self.state.smoothed}
         ce_loss, reg_loss = loss_sum / tokens, lambda_ * math.log(2.0) * bits
@@ -230,7 +230,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the latest measurement's `scu/*` metrics: the previous step's, unless `settle` was called."""
+        """Return the `scu/*` metrics of the last applied measurement: the previous step's unless `settle` ran."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
@@ -254,7 +254,7 @@ class Steering:
         """Resume after optimizer step `step`, with the records in `run_dir`; return notes on changed settings."""
         self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
         pending = values["pending"]
-        self._pending = pending and _Pending(
+        self._pending = pending and _PendingMeasurement(
             pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]
         )
         settled_until = self._pending.step - 1 if self._pending else step
@@ -284,7 +284,7 @@ class Steering:
         for name, content in (("config", config), ("metrics", self.records), ("history", history)):
             write_json(run_dir / f"scu_{name}.json", content)
 
-    def _mean_over_ranks(self, squares: Tensor) -> Tensor:
+    def _divide_by_ranks(self, squares: Tensor) -> Tensor:
         """Divide this rank's Q by the number of ranks, so that the sum is the adapter's Q on every rank."""
         return squares.double() / (dist.get_world_size() if dist.is_initialized() else 1)
 
@@ -302,4 +302,4 @@ class Steering:
         if different:
             lambdas = bits.view(torch.float64)[:, 0].tolist()
             values = ", ".join(f"rank {rank} {lambdas[rank]!r}" for rank in [0, *different])
-            raise ScuFault(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {values}")
+            raise ScuError(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {values}")

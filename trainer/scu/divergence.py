@@ -43,7 +43,7 @@ class Reference:
         return collate(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
     def count_tokens(self, step: int) -> int:
-        """Return the number of positions at which all ranks together compare adapter and base in a step."""
+        """Return the number of positions at which a step compares the adapted and the base model, over all ranks."""
         return sum(len(self.documents[index].input_ids) - 1 for index in self._select_all_ranks(step))
 
     def _select_all_ranks(self, step: int) -> list[int]:
@@ -55,9 +55,9 @@ class Reference:
 
 
 def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:
-    """Return the base's last hidden states of all documents, on the host, [T - 1, H] each; a collective call.
+    """Return the base model's last hidden states [T - 1, H] of each document, in host memory; a collective call.
 
-    Return None if the loss is not computed in chunks from such states.
+    Returns None if the loss is not computed in chunks from such states.
     """
     model, states = engine.module, list[Tensor]()
     was_training = model.training
@@ -75,7 +75,7 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
 
 
 class Divergence:
-    """Measures K, the KL divergence of the trained model from its base, on a few reference documents per step."""
+    """Measures K, the KL divergence of the trained model from its base model, on a few reference documents per step."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Divergence:
         *,
         base_states: list[Tensor] | None = None,
     ) -> None:
-        """Prepare the measurement; with `base_states`, steps need no forward pass of the base."""
+        """Prepare the measurement; with `base_states`, steps need no forward pass of the base model."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
@@ -126,10 +126,10 @@ class Divergence:
         batch = self.reference.build_batch(documents)
         return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
-    def local_sum(self) -> Tensor | None:
+    def get_local_sum(self) -> Tensor | None:
         """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
         return None if self._sum is None else self._sum.double()
 
-    def bits(self, step: int, sum_global: float) -> float:
-        """Return K of a step in bits per token from the sum over the ranks, clamped at 0 against rounding."""
+    def compute_bits(self, step: int, sum_global: float) -> float:
+        """Convert a step's KL sum over all ranks (nats) to K in bits per token; rounding below 0 is clamped."""
         return max(0.0, sum_global / self.reference.count_tokens(step) / math.log(2.0))

@@ -51,7 +51,7 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Return all active LoRA pairs, or the selected adapter's, in module order.
+    """Return the LoRA pairs of the active adapters, or of the selected adapter, in module order.
 
     Raises UserError if there are no pairs, or a factor is not a matrix.
     """
@@ -99,12 +99,12 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """Group the pairs; if `flat` holds them in one buffer, it is read and differentiated without a copy."""
+        """Group the pairs; if `flat` holds them in one buffer, the buffer is read and differentiated without a copy."""
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_build_chunks(pairs, flat))
 
-    def squares(self) -> Tensor:
+    def compute_squares(self) -> Tensor:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
         Under ZeRO-3 with `factors`, this is Q of this rank's shards times the number of ranks, otherwise Q of the full
@@ -116,25 +116,25 @@ class AdapterInformation:
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
         gradients = [
-            chunk.by_layer(gradient)
+            chunk.reshape_by_layer(gradient)
             for chunk, (_, *pair) in zip(self.chunks, results, strict=True)
             for gradient in pair
         ]
-        leaves = [chunk.leaves() for chunk in self.chunks]
+        leaves = [chunk.get_leaves() for chunk in self.chunks]
         counts = [
             (chunk.flat is not None, len(side))
             for chunk, sides in zip(self.chunks, leaves, strict=True)
             for side in sides
         ]
         tensors = [tensor for sides in leaves for side in sides for tensor in side]
-        return cast(Tensor, _WithGradient.apply(value, gradients, counts, *tensors))
+        return cast(Tensor, _PrecomputedGradient.apply(value, gradients, counts, *tensors))
 
-    def bits(self, squares: float) -> float:
+    def compute_bits(self, squares: float) -> float:
         """Return ParamBPT in bits per token for a value of Q."""
         return squares * self.nats_per_square / math.log(2.0)
 
     @torch.no_grad()
-    def reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
+    def compute_reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
         """Return bounds of Q if no element of A (B) moves by more than reach_a (reach_b), the sum of learning rates.
 
         factors: from (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
@@ -150,9 +150,9 @@ class AdapterInformation:
                 continue
             a_abs, b_abs = a_NRI.abs(), b_NOR.abs()
             a_far, b_far = a_abs + reach_a, b_abs + reach_b
-            present_N = _inner_product(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
-            squared_N = _inner_product(a_far, b_far, a_far, b_far) + _inner_product(a_abs, b_abs, a_abs, b_abs)
-            moved_N = (squared_N - 2 * _inner_product(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
+            present_N = _compute_dots(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
+            squared_N = _compute_dots(a_far, b_far, a_far, b_far) + _compute_dots(a_abs, b_abs, a_abs, b_abs)
+            moved_N = (squared_N - 2 * _compute_dots(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
             scale_N = chunk.scale_N11.flatten()
             low += float((scale_N * (present_N - moved_N).clamp(min=0)).square().sum())
             high += float((scale_N * (present_N + moved_N)).square().sum())
@@ -169,7 +169,7 @@ class _Chunk:
     """Rows of A and B in the two blocks of `flat`."""
     blocks: tuple[int, int] = (0, 0)
 
-    def leaves(self) -> list[list[Tensor]]:
+    def get_leaves(self) -> list[list[Tensor]]:
         """Return the autograd leaves of A and B: the parameters, or the stacks of the current forward pass."""
         if self.flat is None:
             return [list[Tensor](self.a), list[Tensor](self.b)]
@@ -177,10 +177,10 @@ class _Chunk:
         return [[stacks[number][self.rows or slice(None)]] if number in stacks else [] for number in self.blocks]
 
     def stack(self, read: Any) -> tuple[Tensor, Tensor]:
-        """Return A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose updates below 1/256 of the sum."""
+        """Return the stacked A [N, R, I] and B [N, O, R] in at least fp32: bf16 drops updates below 1/256 of a sum."""
         dtype = torch.promote_types(self.a[0].dtype, torch.float32)
         if self.flat is not None:
-            down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
+            down, up = (self.flat.read_block(number)[self.rows or slice(None)] for number in self.blocks)
             return _flatten_experts(down).to(dtype), _flatten_experts(up).to(dtype)
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
@@ -189,7 +189,7 @@ class _Chunk:
         b_NOR = torch.cat(tensors[split:]).view(-1, *whole_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
-    def by_layer(self, gradient: Tensor) -> Tensor:
+    def reshape_by_layer(self, gradient: Tensor) -> Tensor:
         """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
         experts = whole_shape(self.a[0])[:-2]
         return gradient.view(len(self.a), *experts, *gradient.shape[1:])
@@ -220,14 +220,14 @@ def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str,
     return {"flat": flat, "rows": rows_a, "blocks": (block_a, block_b)} if rows_a == rows_b else {}
 
 
-class _WithGradient(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """Returns a value with precomputed gradients, so that ZeRO-3 may repartition A and B at any time."""
 
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Save the gradients; `counts` has for each one whether its tensors are stacked into one, and their number."""
+        """Save the gradients; `counts` lists for each whether its tensors form one stack, and the number of tensors."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -274,7 +274,7 @@ def _compute_factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
     return value, 2 * weight * a_NRI, 2 * weight * b_NOR
 
 
-def _inner_product(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+def _compute_dots(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
     """Compute <B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
     return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
 
@@ -284,7 +284,7 @@ def _count_partitions(parameter: Partitionable) -> int:
 
 
 def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
-    """Return the unpartitioned parameters, with a single all-gather of the shards.
+    """Return the full parameters, with a single all-gather of the shards.
 
     deepspeed.zero.GatheredParameters frees parameters on exit, which breaks the prefetching of the current step;
     reading the shards does not change the state of any parameter.

@@ -1,8 +1,8 @@
 """The control law of the Shannon Control Unit: a pure state machine that adjusts lambda, the factor of the penalty.
 
-The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergence from the base in bits per token.
+The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergence from the base model in bits per token.
 
-`logit` and `kl`, ours:   L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
+`logit` and `kl` (ours):  L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
     until M first reaches the target: lambda is constant (logit: lambda_start, kl: 0, then lambda_start);
         logit: for at most `patience` updates; if S is still below the target, lambda_start is too large and is reduced
     e = L_hat - L(target);   |e| <= deadband: lambda is unchanged
@@ -118,23 +118,23 @@ def advance(law: Law, state: State, measured: float) -> State:
 
 def _advance_pi(law: Law, state: State, measured: float) -> State:
     if not state.started:
-        error = _level(law, measured) - _level(law, law.target)
+        error = _compute_level(law, measured) - _compute_level(law, law.target)
         begins = measured >= law.target or state.updates >= law.patience
         lambda_ = law.lambda_start if begins else state.lambda_
         return replace(state, smoothed=measured, error=error, lambda_=lambda_, started=begins)
     assert state.smoothed is not None and state.error is not None
-    level = law.ema * _level(law, measured) + (1.0 - law.ema) * _level(law, state.smoothed)
-    error = level - _level(law, law.target)
-    after = replace(state, smoothed=_measure_from_level(law, level), error=error)
+    level = law.ema * _compute_level(law, measured) + (1.0 - law.ema) * _compute_level(law, state.smoothed)
+    error = level - _compute_level(law, law.target)
+    after = replace(state, smoothed=_invert_level(law, level), error=error)
     if abs(error) <= law.deadband:
         return after
     bound = ERROR_BOUND[law.form]
     ki = law.ki * (BELOW_TARGET_FACTORS[law.form][1] if error < 0.0 else 1.0)
-    move = _proportional(law, error) - _proportional(law, state.error) + ki * _clip(error, -bound, bound)
+    move = _compute_p(law, error) - _compute_p(law, state.error) + ki * _clip(error, -bound, bound)
     return replace(after, lambda_=_clip(state.lambda_ * _exp(move), law.lambda_min, law.lambda_max))
 
 
-def _proportional(law: Law, error: float) -> float:
+def _compute_p(law: Law, error: float) -> float:
     return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
 
 
@@ -150,7 +150,7 @@ def _advance_published(law: Law, state: State, error: float) -> State:
     return replace(state, integral=integral, lambda_=_clip(state.lambda_ * factor, law.lambda_min, law.lambda_max))
 
 
-def _level(law: Law, measured: float) -> float:
+def _compute_level(law: Law, measured: float) -> float:
     """Return logit S, or ln K, so that equal ratios become equal differences."""
     if law.form == "kl":
         return math.log(max(measured, TINY))
@@ -158,7 +158,7 @@ def _level(law: Law, measured: float) -> float:
     return math.log(ratio / (1.0 - ratio))
 
 
-def _measure_from_level(law: Law, level: float) -> float:
+def _invert_level(law: Law, level: float) -> float:
     return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 
@@ -191,7 +191,7 @@ def s_ratio(data_bpt: float, param_bpt: float) -> float:
     return param_bpt / total if total != 0.0 else 0.0
 
 
-def steepest_slope(target: float) -> float:
+def compute_steepest_slope(target: float) -> float:
     """Return the largest |dS / d ln lambda| at S = target for a quadratic penalty: 2 S (1 - S).
 
     dS / d ln ParamBPT is S (1 - S), and under a quadratic penalty a weight falls at most as 1 / lambda.
@@ -204,7 +204,7 @@ def gain_bound(target: float) -> float:
 
     It ensures stability for a plant without lag and without smoothing; `is_stable` includes the smoothing.
     """
-    return 2.0 / steepest_slope(target)
+    return 2.0 / compute_steepest_slope(target)
 
 
 def is_stable(law: Law, slope: float) -> bool:
@@ -232,7 +232,7 @@ def is_stable(law: Law, slope: float) -> bool:
 
 
 def _check_gains(law: Law) -> None:
-    """Raise ValueError for gains that keep lambda from settling, above or below the target."""
+    """Raise ValueError if the gains keep lambda from settling while M is above or below the target."""
     below_kp, below_ki = BELOW_TARGET_FACTORS[law.form]
     largest_kp = 1.0 / (SMALL_ERROR * below_kp)
     if law.ki == 0.0:
@@ -249,7 +249,7 @@ def _check_gains(law: Law) -> None:
         raise ValueError(f"ki={law.ki:g}: {problem}; use auto for both gains")
 
 
-def find_gain_warning(law: Law) -> str | None:
+def build_gain_warning(law: Law) -> str | None:
     """Return a warning if the published law's gains make lambda oscillate, or None; other laws reject such gains.
 
     The published Granite gains give no warning: they are the defaults of `zerolora scu-train`, and docs/lab/scu.md
@@ -260,7 +260,7 @@ def find_gain_warning(law: Law) -> str | None:
     bound = gain_bound(law.target)
     if law.kp + law.ki > bound:
         problem = f"kp + ki = {law.kp + law.ki:g} exceeds {bound:.4g} = 1/(S (1 - S))"
-    elif not is_stable(law, steepest_slope(law.target)):
+    elif not is_stable(law, compute_steepest_slope(law.target)):
         problem = f"not stable with the smoothing of scu.ema={law.ema:g}"
     else:
         return None
@@ -268,7 +268,7 @@ def find_gain_warning(law: Law) -> str | None:
     return f"{gains}: {problem} at S = {law.target:g}; lambda may oscillate, {fix}"
 
 
-def published_target(base_parameters: int) -> float:
+def get_published_target(base_parameters: int) -> float:
     """Return the published S_target for a size of the base model: 1 % at 1B, 3 % at 3B to 7B; otherwise the nearest.
 
     The values were found with the measure `factors` and do not apply to `delta`.

@@ -1,4 +1,4 @@
-"""Build control law and measure from the `scu` section, and adapt the state of a checkpoint to changed settings."""
+"""Build the control law and the measure from the `scu` section; adapt a checkpoint's state to changed settings."""
 
 from dataclasses import replace
 
@@ -45,11 +45,11 @@ def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
 
 
 def build_law(section: ScuSection, *, total_steps: int, base_parameters: int) -> scu.Law:
-    """Build the law from the settings. Raises UserError if it is unstable."""
+    """Build the law from the settings. Raises UserError if its gains are unstable."""
     target = section.target
     form: scu.Form = "kl" if section.measure == "kl" else section.law
     if target == "auto":
-        auto = {"delta": AUTO_TARGET, "factors": scu.published_target(base_parameters), "kl": AUTO_TARGET_BITS}
+        auto = {"delta": AUTO_TARGET, "factors": scu.get_published_target(base_parameters), "kl": AUTO_TARGET_BITS}
         target = auto[section.measure]
     try:
         return scu.Law(

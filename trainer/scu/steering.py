@@ -65,7 +65,7 @@ def build_divergence(
 ) -> Divergence:  # fmt: skip
     """Build the measurement of K on the documents of scu.reference; a collective call."""
     training, scu = config.training, config.scu
-    assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
+    assert prepared.reference is not None, "scu.measure: kl without scu.reference was rejected"
     should_scale = scu.controller == "pi" and scu.scale_to_target
     held_out = choose_held_out(len(prepared.reference)) if should_scale else set()
     texts = [text for number, text in enumerate(prepared.reference) if number not in held_out]
@@ -96,8 +96,8 @@ def build_divergence(
         states = cache_base_states(engine, token_loss, reference)
         status = "not cached: this head needs full logits"
         if states:
-            status = f"cached on the host, {size / 2**20:,.0f} MiB per rank: steps need no forward pass of the base"
-        say(f"scu: the base's hidden states are {status}")
+            status = f"cached on the host, {size / 2**20:,.0f} MiB per rank: steps skip the base model's forward pass"
+        say(f"scu: the base model's hidden states are {status}")
     divergence = Divergence(engine, token_loss, reference, base_states=states)
     if held_out:
         others = [prepared.reference[number] for number in sorted(held_out)]

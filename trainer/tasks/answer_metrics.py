@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 class AnswerMetrics:
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
-        """Choose the records and try each metric on them. Raises UserError if a metric does not apply."""
+        """Choose the records and try each metric on them. Raises UserError if a metric applies to none of them."""
         self._settings, self._tokenizer = settings, tokenizer
         self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
@@ -42,7 +42,7 @@ class AnswerMetrics:
                 raise UserError(f"evaluation.metrics={name}: applies to none of the held-out records; remove it")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
-        """Answer all prompts and return the mean of each metric; every rank must call it."""
+        """Generate answers to all prompts and return the mean of each metric; every rank must call it."""
         order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         local: dict[int, str] = {}
@@ -170,11 +170,12 @@ def find_tool_calls(text: str) -> list[str]:
             at = start + 1
             continue
         name = _NAME_BEFORE_ARGUMENTS.search(text[:start])
-        calls += [(name[1], value)] if name else _find_calls(value)
+        calls += [(name[1], value)] if name else _iterate_json_calls(value)
     return sorted(json.dumps(call, sort_keys=True) for call in calls)
 
 
-def _find_calls(value: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_json_calls(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the arguments of every call in a decoded JSON value."""
     if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & set(value):
         arguments = value.get("arguments", value.get("parameters"))
         try:
@@ -183,4 +184,4 @@ def _find_calls(value: Any) -> Iterator[tuple[str, Any]]:
             yield value["name"], arguments
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _find_calls(part)
+            yield from _iterate_json_calls(part)

@@ -60,7 +60,7 @@ class LanguageTask(Task):
     peft_type = "CAUSAL_LM"
     formats: ClassVar[tuple[str, ...]] = ("peft", "vllm", "sglang", "gguf-lora", "hf", "gguf", "ollama")
     auto_class, pipeline_tag = "AutoModelForCausalLM", "text-generation"
-    """The transformers class that loads the model, and its pipeline tag on the hub."""
+    """The transformers class that loads the model, and its pipeline tag on the Hub."""
     predicts_time = True
 
     def __init__(
@@ -136,7 +136,7 @@ class LanguageTask(Task):
         return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check that no token attends to a later one, and no packed document to another."""
+        """Check that no token attends to a later one or to another packed document; cache image features."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         probed = loss, engine.module, self._any_token, device
@@ -250,7 +250,7 @@ class LanguageTask(Task):
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes tokenizer files, built here because other threads must not build them."""
+        """Return a function that writes tokenizer files; their contents are built here, in the main thread."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)

@@ -1,6 +1,6 @@
 """Measure lm-eval scores of the model in memory, with all ranks.
 
-Every rank runs lm-eval on all documents, but computes only some of the batches and gets the results of the others. The
+Every rank runs lm-eval on all documents, but computes only some of the batches and receives the other results. The
 batches are the same as on one rank, so the number of ranks does not change a score. All ranks compute the same number
 of batches, since a forward pass under ZeRO-3 gathers weights.
 """

@@ -33,7 +33,7 @@ from trainer.parallel.ranks.sequence_group import sum_over_parts
 from trainer.patches.loss_head import TokenLoss, bypass_adapter, to_device
 from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference_losses import PairScores, pair_losses
+from trainer.tasks.preference_losses import PairScores, compute_pair_losses
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -83,7 +83,7 @@ class PreferenceLoss(TokenLoss):
     unit = "pairs"
     """Meaning of the columns of `measure_pairs`."""
     keeps_adapter = False
-    """Whether the cached reference includes the adapter before training."""
+    """Whether the cached reference includes the adapter that training starts from."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
         super().__init__(module, **options)
@@ -135,7 +135,7 @@ class PreferenceLoss(TokenLoss):
         ours = self._sum_answers(measures[LOSS], batch)
         lengths = to_device(counts.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
-        losses = self._finish(scores, batch)
+        losses = self._compute_losses(scores, batch)
         if self._settings.weighting == "wpo":  # Zhou et al. 2024, equation 2: per token ln p - ln sum p^2
             aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], batch, beyond=1.0) / lengths
             losses = losses * aligned.sum(1).exp().detach()
@@ -145,18 +145,18 @@ class PreferenceLoss(TokenLoss):
         """Record the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
         is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
-        counted = is_answer[_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
+        counted = is_answer[_slice_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
-    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+    def _compute_losses(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
-        return pair_losses(scores, self._settings)
+        return compute_pair_losses(scores, self._settings)
 
-    def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+    def score_reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
         return self._sum_answers(self._measure_reference(model, batch, device), batch)
 
@@ -170,7 +170,7 @@ class PreferenceLoss(TokenLoss):
     ) -> torch.Tensor:
         """Return each answer's negated loss sum [P, 2]; `beyond` (see `_weigh_tokens`) defaults to length_weight."""
         weights = _weigh_tokens(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
-        weights = to_device(weights[_local_targets(batch, token_losses)], token_losses.device)
+        weights = to_device(weights[_slice_local_targets(batch, token_losses)], token_losses.device)
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
@@ -182,8 +182,8 @@ class PreferenceLoss(TokenLoss):
 class KtoLoss(PreferenceLoss):
     """KTO (Ethayarajh et al. 2024), summed over labeled answers; a row's second document has a mismatched answer.
 
-    The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, at least
-    0, without a gradient.
+    The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, clamped
+    at 0 and detached.
     """
 
     unit = "answers"
@@ -195,10 +195,10 @@ class KtoLoss(PreferenceLoss):
         The margin is beta (log p - log p_ref - baseline), negated for undesirable answers.
         """
         scores, losses = self._score_pairs(model, batch, device)
-        margins = self._find_margins(scores, batch)[0]
+        margins = self._compute_margins(scores, batch)[0]
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
-    def _find_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _compute_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""
         ratios, mismatched = scores.ratios
         sums = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
@@ -208,8 +208,8 @@ class KtoLoss(PreferenceLoss):
         sign = is_desirable.float() * 2.0 - 1.0
         return sign * self._settings.beta * (ratios - baseline), is_desirable, baseline
 
-    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        margins, is_desirable, baseline = self._find_margins(scores, batch)
+    def _compute_losses(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        margins, is_desirable, baseline = self._compute_margins(scores, batch)
         self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
         return torch.where(is_desirable, *weights) * (-margins).sigmoid()
@@ -239,13 +239,13 @@ class KtoLoss(PreferenceLoss):
         return metrics
 
 
-def _local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
+def _slice_local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
     return slice(batch.targets_before, batch.targets_before + len(values))
 
 
 def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
     """Sum `values` [K], one for each of this rank's K targets, by document [D]."""
-    documents = torch.repeat_interleave(batch.document_targets)[_local_targets(batch, values)]
+    documents = torch.repeat_interleave(batch.document_targets)[_slice_local_targets(batch, values)]
     sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
     return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
@@ -269,7 +269,7 @@ def _weigh_tokens(counts: torch.Tensor, beyond: float) -> torch.Tensor:
 def check_answers(
     config: RunConfig, stats: DataStats, needed: str, check_labels: Callable[[DataStats, str], None]
 ) -> None:
-    """Raise UserError for records other than `needed`; `check_labels` is called for each part of the data."""
+    """Raise UserError if a record is not one of `needed`; call `check_labels` for each part of the data with pairs."""
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs:
             check_labels(part, label)
@@ -385,7 +385,7 @@ class PreferenceTask(LanguageTask):
         for number, batch in enumerate(self._iterate(samples, size)):
             assert isinstance(batch, PairBatch)
             first = samples.count_answers_before((number * data_rank["world_size"] + data_rank["rank"]) * size)
-            answers = loss.reference(engine, batch, self._device).flatten()
+            answers = loss.score_reference(engine, batch, self._device).flatten()
             reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
         self._say(f"reference: {len(reference):,} answers computed once, before training")

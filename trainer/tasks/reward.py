@@ -37,13 +37,13 @@ class RewardLoss(TokenLoss):
         chosen, rejected = scores.unbind(1)
         values = (chosen, rejected, chosen - rejected, chosen > rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
-        return self.pair_losses(scores, batch.margins).sum()
+        return self.compute_pair_losses(scores, batch.margins).sum()
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
         """Return loss, accuracy and margin of every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores = self.score_answers(model, batch, device)
         margins = scores[:, 0] - scores[:, 1]
-        return torch.stack([self.pair_losses(scores, batch.margins), (margins.sign() + 1) / 2, margins])
+        return torch.stack([self.compute_pair_losses(scores, batch.margins), (margins.sign() + 1) / 2, margins])
 
     def score_answers(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
         """Return the scores of chosen and rejected answers, fp32 [P, 2]."""
@@ -52,7 +52,7 @@ class RewardLoss(TokenLoss):
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, positions))
         return scores.view(-1, 2)
 
-    def pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
+    def compute_pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
         """Return the loss of each pair [P] from scores [P, 2] and margins [P]."""
         chosen, rejected = scores.unbind(1)
         margin = 0.0 if margins is None else to_device(margins, scores.device)
@@ -134,7 +134,7 @@ class RewardTask(LanguageTask):
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         model = super().load_base(dtype, engine_config, shards)
-        model.config.pad_token_id = self._any_token  # transformers' forward needs it for several rows
+        model.config.pad_token_id = self._any_token  # transformers needs it for batches of several rows
         return model
 
     def loss(self, model: Any, *, fused_head: bool | None) -> RewardLoss:

@@ -1,4 +1,4 @@
-"""The interface between a run and the kind of model it trains: language models, or image models (images/task.py)."""
+"""Define the interface that a run uses to train a kind of model: language.py and images/task.py implement it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
         """Number of samples over all ranks; None for a stream, which is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches of the step at sample `offset`, and its sample count over all ranks."""
+        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count on all ranks."""
 
 
 class StepLoss(Protocol):
@@ -86,11 +86,11 @@ class Task(Protocol):
         """Build the loss of this model, before the engine starts."""
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
-        """Check the running model before the first step. Raises UserError."""
+        """Check the running model before the first step. Raises UserError if it cannot be trained as configured."""
         return None
 
     def check_base(self) -> None:
-        """Raise UserError if a stored weight of the base is not finite; called after a non-finite loss."""
+        """Raise UserError if a stored weight of the base model is not finite; called after a non-finite loss."""
 
     def batches(self) -> BatchSource:
         """Return this rank's training batches."""

@@ -1,4 +1,4 @@
-// Quantizes rows of 16 or 32 bits to 8 bits by their largest magnitude, reading memory once. The gradients of a group
+// Quantizes 16-bit or fp32 rows to 8 bits by their largest magnitude, reading memory once. The gradients of a group
 // are concatenated into one matrix and multiplied by the scales of their weights' rows.
 #include <algorithm>
 #include <cuda_fp8.h>

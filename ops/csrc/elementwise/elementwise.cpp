@@ -241,7 +241,7 @@ TORCH_LIBRARY_IMPL(zerolora, AutogradCUDA, library) {
   library.impl("silu_mul", gated_mul_autograd<Activation::silu>);
   library.impl("gelu_mul", gated_mul_autograd<Activation::gelu>);
   library.impl("rope", rope_autograd);
-  // Refuse a second derivative; without this it would silently be zero.
+  // Reject a second derivative; without this it would silently be zero.
   library.impl("rms_norm_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("silu_mul_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("gelu_mul_backward", torch::autograd::autogradNotImplementedFallback());

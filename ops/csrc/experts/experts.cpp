@@ -95,7 +95,7 @@ Tensor expert_product(const Tensor& x, const Tensor& w, const std::optional<Tens
   job.pairs = reinterpret_cast<const int2*>(pairs.const_data_ptr<int>());
   job.pair_count = reinterpret_cast<const int*>(job.pairs + most_pairs(job.N, job.E));
   TORCH_CHECK_VALUE(expert_product_supported(job, device_info(x)), "product of the experts for ", text(x), " in ",
-                    type_name(x), ": the kernel needs compute capability 9.0 and 16 bits");
+                    type_name(x), ": the kernel needs compute capability 9.0 and a 16-bit type");
   RECORD_FUNCTION("zerolora::frozen_product", c10::ArrayRef<const c10::IValue>());
   check(launch_expert_product(job, device_info(x), current_stream(x)), "launching the experts' frozen product");
   return y;

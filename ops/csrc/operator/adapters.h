@@ -115,8 +115,8 @@ inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t 
   return job;
 }
 
-// Returns the adapters padded and in the type of x. Those already in this form are used in place; the others are copied
-// in one launch. A list that is not needed may be empty.
+// Returns the adapters padded and in the type of x. Those already in this layout are used in place; the others are
+// copied in one launch. A list that is not needed may be empty.
 inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
                               cudaStream_t stream) {
   const DType type = to_dtype(x);

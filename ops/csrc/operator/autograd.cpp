@@ -82,7 +82,7 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                         bool need_x, bool need_down, bool need_up) {
   static const auto lora = find<LoraBackward>("zerolora::lora_backward");
   static const auto nf4 = find<Nf4Backward>("zerolora::nf4_backward");
-  // With create_graph the dispatcher must see the call, so that it can refuse a second derivative.
+  // With create_graph the dispatcher must see the call, so that it can reject a second derivative.
   std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
   if (!at::GradMode::is_enabled()) guard.emplace();
   if (base.states.empty())
@@ -223,7 +223,7 @@ TORCH_LIBRARY_IMPL(zerolora, ZEROLORA_AUTOGRAD, library) {
   library.impl("lora_forward", lora_forward);
   library.impl("nf4_forward", nf4_forward);
   library.impl("eight_bit_forward", eight_bit_forward);
-  // Refuse a second derivative; without this it would silently be zero.
+  // Reject a second derivative; without this it would silently be zero.
   library.impl("lora_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("nf4_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("eight_bit_backward", torch::autograd::autogradNotImplementedFallback());

@@ -203,7 +203,7 @@ Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h,
     const uint32_t* const kept = bits.has_value() ? static_cast<const uint32_t*>(bits->const_data_ptr()) : nullptr;
     const Frozen job = frozen_job(target, operands, left, right, forward, bias.value_or(Tensor()), kept);
     TORCH_CHECK_VALUE(frozen_supported(job, device), "frozen_product of ", text(y), " in ", type_name(h),
-                      ": the kernel needs compute capability 9.0, 16 bits and rows aligned to 16 bytes");
+                      ": the kernel needs compute capability 9.0, a 16-bit type and rows aligned to 16 bytes");
     run_frozen(job, device, stream);
     return y;
   }

@@ -1,8 +1,8 @@
-"""Capture a loss and its gradient with respect to the flat adapter as two CUDA graphs.
+"""Capture the forward and the backward pass of a loss over the flat adapter as two CUDA graphs.
 
 A small step is host-bound: it launches a few thousand kernels that each take microseconds on the device. A graph is one
 launch. It reads and writes the same memory every time, so inputs are copied into static tensors before a replay, and
-results out of them afterwards. A captured pass may not wait for the device or read a value.
+results out of them afterwards. A captured pass must not synchronize with the device.
 
 For autograd a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
 reductions work as usual. The gradient of the loss is an input of the second graph, so a replay runs the same kernels
@@ -29,7 +29,7 @@ from trainer.parallel.engine.flat_adapter import FlatAdapter
 MAX_TIME_FRACTION = 0.95
 """A graph is kept if a replay takes at most this fraction of an eager pass's time."""
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest allowed relative difference of a graph's gradients; 2e-2 in 16 bits."""
+"""Largest allowed relative difference of a graph's gradients; 2e-2 for 16-bit types."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Streams for captures."""
 _SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -55,13 +55,13 @@ class CapturedPass:
         return result
 
     def replay_forward(self) -> Tensor:
-        """Return the loss; no other pass may be replayed before `replay_backward`."""
+        """Replay the forward graph and return the loss; call `replay_backward` before replaying another pass."""
         self._capturer.replaying = self
         self._forward.replay()
         return self._value.clone()
 
     def replay_backward(self, grad_output: Tensor) -> list[Tensor]:
-        """Return the gradients of the latest loss for every flat buffer."""
+        """Replay the backward graph and return the gradients of the latest loss for every flat buffer."""
         if self._capturer.replaying is not self:
             raise RuntimeError("another graph was replayed between the forward and the backward pass of this one")
         self._capturer.replaying = None
@@ -95,8 +95,8 @@ class GraphCapturer:
         """Capture `compute` and its backward pass, after a few warm-up runs.
 
         `compute` depends only on the flat adapter and on static inputs, and returns fp32. Raises NotCapturable
-        if it waits for the device, if the replay has other results or, with `must_be_faster`, is not faster. CUDA
-        and out-of-memory errors are not caught.
+        if it synchronizes with the device, or if a replay computes different results or, with `must_be_faster`, is
+        not faster. CUDA and out-of-memory errors are not caught.
         """
         random_state = torch.cuda.get_rng_state(self._device)
         self._free_cache()  # the passes below run on another stream, with its own memory
@@ -113,7 +113,7 @@ class GraphCapturer:
                 self._has_workspaces = True
                 self._reserved += torch.cuda.memory_reserved(self._device) - before
             torch.cuda.set_rng_state(random_state, self._device)
-            self._check(captured, *expected, must_be_faster=must_be_faster)
+            self._check_replay(captured, *expected, must_be_faster=must_be_faster)
         finally:
             torch.cuda.set_rng_state(random_state, self._device)
         return captured
@@ -134,26 +134,26 @@ class GraphCapturer:
         torch.cuda.empty_cache()
 
     def _warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Run the pass to compile, tune and allocate, and again to check that it does not wait for the device."""
+        """Run the pass to compile, tune and allocate; check that a second run does not synchronize with the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._forward_backward(compute)
+            self._run_forward_backward(compute)
             torch.cuda.synchronize(self._device)
-            with _record_waits() as locations:
-                self._forward_backward(compute)
+            with _record_synchronizations() as locations:
+                self._run_forward_backward(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if locations:
-            raise NotCapturable(f"the forward or backward pass waits for the device ({locations[0]})")
+            raise NotCapturable(f"the forward or backward pass synchronizes with the device ({locations[0]})")
 
     def _run_eagerly(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
-            value, gradients = self._forward_backward(compute)
+            value, gradients = self._run_forward_backward(compute)
             torch.cuda.synchronize(self._device)
         return value, gradients, time.perf_counter() - started
 
-    def _forward_backward(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _run_forward_backward(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         value = compute()
         return value.detach(), list(torch.autograd.grad(value, self._leaves, torch.ones_like(value)))
 
@@ -172,7 +172,7 @@ class GraphCapturer:
             del gradients, gradient
         return CapturedPass(self, value.detach(), grad_output, graphs)
 
-    def _check(
+    def _check_replay(
         self,
         captured: CapturedPass,
         value: Tensor,
@@ -233,13 +233,13 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def _record_waits() -> Iterator[list[str]]:
-    """Collect the source lines (`file:line`) at which the host waits for the device within the block."""
+def _record_synchronizations() -> Iterator[list[str]]:
+    """Collect the source lines (`file:line`) that synchronize with the device within the block."""
     locations: list[str] = []
     previous_mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # A warning instead of an error, because other threads may wait.
+        # A warning instead of an error, because other threads may synchronize.
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield locations

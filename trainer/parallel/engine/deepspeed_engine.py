@@ -56,7 +56,7 @@ def build_deepspeed_config(
     If the engine is `guarded`, `AdapterGuard` clips gradients and skips steps instead of DeepSpeed.
     """
     # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
-    # 0.19.8 also makes the host wait for the device before every overlapped reduction.
+    # 0.19.8 also synchronizes with the device before every overlapped reduction.
     overlaps = zero.overlap_comm and on_gpu and not one_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
@@ -88,7 +88,7 @@ def build_deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
-        # On by default. It makes the host wait for the device in every forward pass and step.
+        # On by default. It synchronizes with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
     }
     if precision == "bf16":
@@ -102,7 +102,7 @@ def build_deepspeed_config(
 
 
 def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Return whether the optimizer can clip gradients and skip steps: bf16, 32-bit AdamW, a GPU, and stage 1 or 2."""
+    """Return whether the optimizer can clip gradients and skip steps on the GPU: AdamW, bf16, and stage 1 or 2."""
     has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
 

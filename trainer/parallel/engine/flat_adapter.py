@@ -52,8 +52,8 @@ class Block:
     def elements(self) -> int:
         return len(self.members) * self.stride
 
-    def stack(self, piece: Tensor) -> Tensor:
-        """Return the block's piece of the buffer as [N, *shape], without padding."""
+    def view_stacked(self, piece: Tensor) -> Tensor:
+        """View the block's piece of the buffer as [N, *shape], without padding."""
         rows = piece.view(len(self.members), self.stride)
         numel = self.shape.numel()
         if numel != self.stride:
@@ -104,22 +104,22 @@ class FlatAdapter:
         """All factors, in the order of the blocks."""
         return [member for block in self.blocks for member in block.members]
 
-    def spans(self) -> dict[str, tuple[int, int, int]]:
+    def list_spans(self) -> dict[str, tuple[int, int, int]]:
         """Return (buffer, start, elements) by factor name; of several adapters, only for the selected one."""
         return {
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
             for row, member in enumerate(block.members)
-            if (name := self.choice.find_file_name(member.name) if self.choice else member.name) is not None
+            if (name := self.choice.get_file_name(member.name) if self.choice else member.name) is not None
         }
 
-    def block(self, number: int) -> Tensor:
+    def read_block(self, index: int) -> Tensor:
         """Return a block's values as [N, *shape], detached from the autograd graph."""
-        block = self.blocks[number]
-        return block.stack(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
+        block = self.blocks[index]
+        return block.view_stacked(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
 
     def find_rows(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
-        """Return the block and rows of these PEFT Parameters; None unless they are adjacent in one block."""
+        """Return the block index and the rows of these PEFT Parameters; None unless they are adjacent in one block."""
         for number, block in enumerate(self.blocks):
             ids = [id(member.parameter) for member in block.members]
             if id(parameters[0]) in ids:
@@ -150,7 +150,7 @@ class FlatAdapter:
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
             pieces = buffer.split([block.elements for _, block in blocks])
             for (number, block), piece in zip(blocks, pieces, strict=True):
-                stack = block.stack(piece)
+                stack = block.view_stacked(piece)
                 self.stacks[number] = stack
                 if not self._builds_views or common:
                     continue
@@ -180,7 +180,7 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Restore the current views after other passes in the block; a pending backward pass may recompute with them.
+        """Run other passes in the block, and then restore the current views, which a pending backward pass may read.
 
         Without current views (after a replayed graph), the block's last views stay, because its pass may need them.
         """
@@ -228,7 +228,7 @@ class FlatAdapter:
         return [
             (member, view)
             for number, block in enumerate(self.blocks)
-            for member, view in zip(block.members, self.block(number).unbind(0), strict=True)
+            for member, view in zip(block.members, self.read_block(number).unbind(0), strict=True)
         ]
 
 
@@ -284,7 +284,7 @@ def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     choice = find_choice(model)
     if choice is None:
         return trained
-    return [(new, parameter) for name, parameter in trained if (new := choice.find_file_name(name)) is not None]
+    return [(new, parameter) for name, parameter in trained if (new := choice.get_file_name(name)) is not None]
 
 
 def find_flat_problem(config: Any) -> str | None:

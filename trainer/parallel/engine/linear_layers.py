@@ -27,7 +27,7 @@ def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters that hold one matrix per expert; they may be packed or partitioned."""
     if "expert" not in type(module).__name__.lower():
         return {}
-    return {name: weight for name, weight in module.named_parameters(recurse=False) if len(model_shape(weight)) == 3}
+    return {name: w for name, w in module.named_parameters(recurse=False) if len(model_shape(w)) == 3}
 
 
 def is_transposed(experts: nn.Module) -> bool:

@@ -138,7 +138,7 @@ def _refresh_model(engine: Engine) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage():
         require(optimizer, "update_lp_params", "deepspeed")()
-    elif optimizer is not engine.basic_optimizer:  # 16 bits; in fp32 the model's weights are the master weights
+    elif optimizer is not engine.basic_optimizer:  # 16-bit training; in fp32 the model's weights are the master weights
         with torch.no_grad():
             for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 torch._foreach_copy_(low, high)

@@ -1,4 +1,4 @@
-"""Save and restore the 32-bit optimizer state of a DeepSpeed engine, for any stage and number of ranks.
+"""Save and restore the fp32 optimizer state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
 position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
@@ -53,7 +53,7 @@ class Pieces:
     shapes: dict[str, list[int]]
     """Shapes of the trained tensors that have a shard on this rank."""
 
-    def metadata(self) -> dict[str, str]:
+    def build_metadata(self) -> dict[str, str]:
         return {"pieces": json.dumps({"shards": self.shards, "shapes": self.shapes})}
 
     @classmethod
@@ -161,7 +161,7 @@ class EngineState:
         return exact
 
     def collect_raw(self) -> dict[str, torch.Tensor]:
-        """Return this rank's 8-bit moments (none if they are 32-bit), which fit only the same partitioning."""
+        """Return this rank's 8-bit moments (none if they are fp32), which fit only the same partitioning."""
         moments = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
@@ -214,7 +214,7 @@ class EngineState:
 
                 packed = entry[values].reshape(-1).to(holder.device)
                 dense[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
-            else:  # bitsandbytes keeps small tensors in 32 bits
+            else:  # bitsandbytes keeps small tensors in fp32
                 dense[quantity] = entry[values].reshape(-1)
         return dense
 
@@ -265,7 +265,7 @@ def _find_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     if flat is None:
         yield from _list_shards(engine, trained)
         return
-    spans = flat.spans()
+    spans = flat.list_spans()
     buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
     buffer_shards = {int(shard.name): shard for shard in _list_shards(engine, buffers)}
     for name, (buffer, start, length) in spans.items():

@@ -1,6 +1,6 @@
 """Check that all ranks run the same code, configuration and versions before they form the process group.
 
-Rank 0 collects a report from each rank in the key-value store that the process group will use, and answers all of them.
+Rank 0 collects a report from each rank in the key-value store of the later process group, and sends the result to all.
 A collective would not work, because a rank that sees no GPU would form a gloo group while the others wait in NCCL.
 """
 
@@ -62,7 +62,7 @@ class World:
     summary: str
     """Number of ranks, hosts, devices and versions, in one line."""
     store: Any
-    """Store for forming the process group; rank 0 serves it, so keep a reference until then."""
+    """Store for forming the process group; rank 0 serves it, so keep a reference until the group exists."""
     hosts: int = 1
 
 
@@ -78,10 +78,10 @@ def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, tok
         return World(format_summary([report]), None)
     with phase(WAITING_PHASE):
         set_rendezvous_variables(ranks)  # under mpirun the ranks wait for each other here
-        return _meet(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
+        return _compare_reports(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
-def _meet(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, token: str) -> World:
+def _compare_reports(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, token: str) -> World:
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
@@ -100,7 +100,7 @@ def _meet(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, toke
 
 
 def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
-    """Return the result of `decide` on rank 0, None on the others.
+    """Return the result of `decide` on rank 0, and None on the other ranks.
 
     Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks after all
     of them have received it.
@@ -168,8 +168,8 @@ def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:
     return found + _find_shared_devices(reports)
 
 
-def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
-    """Return a list with one error message if hosts do not share rank 0's output folder, otherwise an empty list."""
+def check_shared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
+    """Return an error message in a list if hosts do not share rank 0's output folder; an empty list if they do."""
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
         return []
@@ -215,7 +215,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
                 f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
-        "wrong": "\n".join([*map("; ".join, find_differences(reports)), *find_unshared_folder(reports, output_dir)]),
+        "wrong": "\n".join([*map("; ".join, find_differences(reports)), *check_shared_folder(reports, output_dir)]),
         "summary": format_summary(reports),
         "hosts": str(len({report.host for report in reports})),
     }
@@ -224,7 +224,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank; waits until all have read it, because rank 0's exit ends the store."""
+    """Return rank 0's text on every rank; waits until all have read it, because the store closes when rank 0 exits."""
     if ranks.is_main:
         store.set("answer", text)
     else:
@@ -236,6 +236,6 @@ def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
 
 
 def _join_names(names: Iterable[str]) -> str:
-    """Return `n1, n2, n3`, or only the first four and the last of more than eight."""
+    """Join names with commas; of more than eight names, only the first four and the last."""
     listed = list(names)
     return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"

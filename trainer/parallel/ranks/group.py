@@ -1,4 +1,4 @@
-"""Form the process group of all ranks, and the groups that share a frozen base."""
+"""Form the process group of all ranks, and the groups that share a frozen base model."""
 
 import atexit
 import datetime
@@ -68,7 +68,7 @@ class Ranks:
     def device(self) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Some clusters show each process only its own GPU (`srun --gpus-per-task`), as number 0.
+        # Some clusters show each process only its own GPU (`srun --gpus-per-task`), with index 0.
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
@@ -90,7 +90,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
                 f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
             )
         torch.cuda.set_device(device)
-        # DeepSpeed reads the number of its device here, and requires the same value in Open MPI's variable.
+        # DeepSpeed reads the index of its device here, and requires the same value in Open MPI's variable.
         os.environ["LOCAL_RANK"] = str(device.index)
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
@@ -209,7 +209,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 computes, or raise its UserError on all; every rank must call it."""
+    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; every rank must call it."""
     answer: T | UserError | None = None
     if ranks.is_main:
         try:
@@ -235,7 +235,7 @@ def set_seed(seed: int) -> None:
 
 
 def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each group that holds a copy of the frozen base (zero.shard_within).
+    """Return the ranks of each group that holds a copy of the frozen base model (zero.shard_within).
 
     `hosts` is the host of each rank, and `auto` means one group of all ranks. Raises UserError if the ranks cannot be
     divided into groups of `within`.
@@ -257,7 +257,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
 
 
 def form_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
-    """Create the process groups and return this rank's; None if there is only one. A collective call."""
+    """Create the process groups and return this rank's group, or None if there is only one; a collective call."""
     groups = list_groups(within, hosts)
     if len(groups) == 1:
         return None

@@ -85,7 +85,7 @@ class WorkDetector:
         now, counters = time.monotonic(), self._read_counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._checked_at, self._before = now - self._checked_at, now, counters
-        # The counts of an ended child are lost, so a sum can fall, which is progress too.
+        # The counts of an exited child are lost, so a sum can fall, which is progress too.
         computed = abs(cpu) > MIN_CPU_S + MIN_CPU_FRACTION * elapsed
         return computed or abs(moved_bytes) > MIN_BYTES or abs(faults) > MIN_PAGE_FAULTS
 
@@ -102,7 +102,7 @@ class WorkDetector:
                 counts = process.io_counters()
                 moved_bytes += counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
             except (psutil.Error, OSError):
-                continue  # ended meanwhile, or not readable
+                continue  # exited meanwhile, or not readable
         return cpu, moved_bytes, float(faults)
 
 

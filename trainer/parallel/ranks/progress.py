@@ -96,7 +96,7 @@ class Progress:
 
 
 def _read_start(pid: int) -> float:
-    """Return a process's start time in seconds since boot; the current time if it has ended."""
+    """Return a process's start time in seconds since boot; the current time if it has exited."""
     fields = read_stat(pid)
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     return now if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")

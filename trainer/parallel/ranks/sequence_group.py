@@ -2,7 +2,7 @@
 
 Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
 tokens of some heads, and another one after attention gives it all heads of its tokens. The backward pass of an exchange
-is the opposite exchange, so the gradients of the weights are summed over the ranks as for different samples.
+is the inverse exchange, so the gradients of the weights are summed over the ranks as for different samples.
 
 Shapes: B rows, H heads, L tokens of the full sequence, D head size, N ranks of the group.
 """
@@ -22,7 +22,7 @@ from trainer.parallel.ranks.group import Ranks, list_groups
 
 
 def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
-    """Raise UserError unless the ranks can be divided into the groups that share sequences or the frozen base."""
+    """Raise UserError unless the ranks can be divided into the groups that share sequences or the base model."""
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
@@ -68,12 +68,12 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    total: Tensor = _Sum.apply(values, part.group)
+    total: Tensor = _SumOverGroup.apply(values, part.group)
     return total
 
 
-class _Sum(torch.autograd.Function):
-    """Sums a tensor over a group and, in the backward pass, its gradient, of which each rank has a part."""
+class _SumOverGroup(torch.autograd.Function):
+    """Sums a tensor over a group; the backward pass sums the ranks' parts of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

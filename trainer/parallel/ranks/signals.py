@@ -14,8 +14,8 @@ URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """Records a signal until the training loop can act on it.
 
-    Before training, when there is nothing to save, a signal ends the process immediately. So does a second Ctrl-C.
-    Schedulers send SIGUSR1 before they end a job (`sbatch --signal=B:USR1@120`).
+    Before training, when there is nothing to save, a signal terminates the process immediately, as does a second Ctrl-C
+    at any time. Schedulers send SIGUSR1 before they terminate a job (`sbatch --signal=B:USR1@120`).
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StopRequest:
         self.training = False
         self.saved = False
         self.write_exit_code: Callable[[int], None] = lambda exit_code: None
-        """Called with the exit code before the process ends immediately."""
+        """Called with the exit code before the process exits immediately."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
@@ -39,8 +39,8 @@ class StopRequest:
     def agree(self) -> None:
         """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
-        A signal reaches the ranks at different moments, or only one of them. Otherwise some would end while others
-        wait for them in the last evaluation. If no rank received a signal, a later one ends its rank immediately.
+        A signal reaches the ranks at different moments, or only one of them. Otherwise some would exit while others
+        wait for them in the last evaluation. If no rank received a signal, a later one terminates its rank immediately.
         """
         import torch
         import torch.distributed as dist
@@ -57,7 +57,7 @@ class StopRequest:
         if os.getpid() != self._process:
             os._exit(128 + number)  # a worker that a library forked and now terminates
         if self.saved:
-            return  # the run is ending; the launcher terminates the last ranks after the first has ended
+            return  # the run is ending; the launcher terminates the last ranks after the first has exited
         is_repeated = self.signal_number == number == signal.SIGINT
         if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
             self.signal_number = number

@@ -50,7 +50,7 @@ class StragglerWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Subtract the block, a wait for other ranks, from this rank's own time; has no effect outside `own_time`."""
+        """Subtract the block, a wait for other ranks, from this rank's own time; only within `own_time`."""
         with self._time_block(-1.0) if self._is_own else nullcontext():
             yield
 

@@ -16,13 +16,13 @@ from trainer.parallel.ranks.lean_imports import import_lean
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's new and old name for the variable; a value set by the user is kept."""
 
-# Torch reads it once, when it is imported. Expandable segments leave no gaps between activations that are too small for
+# Torch reads this when it is imported. Expandable segments leave no gaps between activations that are too small for
 # the largest tensor of the next step.
 if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:
+def _exit_immediately(number: int, frame: FrameType | None) -> None:
     # There is nothing to save yet, and an exception in the middle of an import would look like a bug in that module.
     os._exit(exit_code_after(number))
 
@@ -31,7 +31,7 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def begin() -> None:
-    """Make the process end immediately when its parent ends and, until `StopRequest` handles signals, on a signal.
+    """Make the process exit immediately when its parent exits and, until `StopRequest` handles signals, on a signal.
 
     Later imports are lean (lean_imports.py) and never from the working directory.
     """
@@ -40,7 +40,7 @@ def begin() -> None:
         del sys.path[0]  # the working directory (`torchrun -m`), or the script's folder
     os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, _end_at_once)
+        signal.signal(number, _exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by a launcher until here
     LAUNCHER_WATCH.start()
     redirect_bytecode()

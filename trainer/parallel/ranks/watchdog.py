@@ -1,11 +1,11 @@
-"""End a run that hangs, and report which rank is behind, on which host, at which step and in which phase.
+"""Terminate a run that hangs, and report the ranks that the others wait for: host, step and phase.
 
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
-thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) outside of any collective. While
-one rank makes progress, the run does not hang, however long the others wait for it. If no rank makes progress for
-`training.hang_timeout`, the ranks without new heartbeats are behind. If all heartbeats continue, the ranks behind
-have the lowest step, then the fewest collectives begun, then the GPU furthest behind, then no collective in progress.
-All ranks then write their Python stacks to their logs and exit with code 1.
+thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) without waiting for other ranks.
+While one rank makes progress, the run does not hang. If no rank makes progress for `training.hang_timeout`, the ranks
+without new heartbeats are behind. If all heartbeats continue, the ranks at the lowest step are behind or, if all are
+at one step, those that began the fewest collectives. Among these, ranks whose GPU is behind come first, then ranks
+that are not waiting. All ranks then write their Python stacks to their logs and exit with code 1.
 """
 
 import faulthandler
@@ -51,7 +51,7 @@ class DeviceMarks:
     """Records an event on this rank's GPU for each phase, numbered from 1, in the same order on every rank.
 
     Hosts launch an NCCL collective long before the GPUs reach it, and continue into the next step. If one GPU never
-    reaches it, because an earlier kernel does not end or the GPU has a fault, all hosts are in the same state. Only the
+    reaches it, because an earlier kernel hangs or the GPU has a fault, all hosts are in the same state. Only the
     events that the GPUs have reached show the difference.
     """
 
@@ -60,7 +60,7 @@ class DeviceMarks:
         self._recorded = 0
         self._device = -1
 
-    def note(self, step: int) -> None:
+    def record(self, step: int) -> None:
         """Record an event when a phase of this optimizer step begins; takes a few microseconds.
 
         Does nothing without a GPU, or before the first step, when the rank may not have selected its GPU yet.
@@ -117,8 +117,8 @@ class Watchdog:
         self._screen = os.dup(2)
         self._marks = DeviceMarks()
         if self._timeout_s:
-            PROGRESS.mark_device = self._marks.note
-            # Number of collectives that torch records; without it, gloo's are not recorded at all.
+            PROGRESS.mark_device = self._marks.record
+            # Number of collectives that torch records; without this variable, it does not record gloo's.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -152,7 +152,7 @@ class Watchdog:
             self._folder.publish(beat)
             verdict = self._folder.read_verdict() if self._timeout_s else None
             if verdict is not None:
-                # Reached also by a rank that was stopped and continues after the others have ended.
+                # Reached also by a rank that was stopped and continues after the others have exited.
                 self._exit(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
@@ -226,7 +226,7 @@ class Watchdog:
         print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
             os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
-            # A launcher ends all ranks once the first has ended, but the others need a moment to write their stacks.
+            # A launcher terminates all ranks once the first exits, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._build_heartbeat(), exit_code=EXIT_FAILED))
         os._exit(EXIT_FAILED)
@@ -280,7 +280,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
         text = "; ".join(_describe_rank(beats[rank], silent=rank in quiet) for rank in behind)
         if not quiet and behind == sorted(_find_behind_on_device(_find_furthest_behind(beats))):
             text += (
-                ": the GPU is behind the other ranks' GPUs; a kernel does not end, or the GPU or its link has a fault "
+                ": the GPU is behind the other ranks' GPUs; a kernel hangs, or the GPU or its link has a fault "
                 "(`dmesg | grep Xid`)"
             )
     if waiting:
@@ -309,13 +309,13 @@ def _describe_position(beat: Heartbeat) -> str:
 
 def _explain_silence(beat: Heartbeat) -> str:
     if beat.exit_code is not None:
-        return f"it has ended with exit code {beat.exit_code}"
+        return f"it has exited with code {beat.exit_code}"
     if beat.host == host_name():
         if (fields := read_stat(beat.pid)) is None:
-            return "the process has ended"
+            return "the process has exited"
         state = fields[0]
         if state in "Tt":
             return "the process is stopped (SIGSTOP, or a debugger)"
         if state == "D":
-            return "the process waits for a file system or a driver that does not answer"
+            return "the process waits for a file system or a driver that does not respond"
     return STOPPED_OR_LOST

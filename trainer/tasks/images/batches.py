@@ -19,7 +19,7 @@ from trainer.tasks.images.families import Conditions
 
 EVALUATION_TIMES = 4
 SIZES = "sizes"
-"""Name of SDXL's size and crop conditioning, kept in fp32 because 16 bits would round it."""
+"""Name of SDXL's size and crop conditioning, kept in fp32 because 16-bit types would round it."""
 _EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
 
 
@@ -92,7 +92,7 @@ class ImageBatches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """Return this rank's micro-batches of the step at image `offset`, and its image count over all ranks."""
+        """Return this rank's micro-batches of the step at image `offset`, and the step's image count on all ranks."""
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
@@ -141,20 +141,20 @@ class ImageBatches(GlobalBatches):
         self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float
     ) -> _Row:
         image, entry = self._image, samples[index]
-        generator = seeded_generator(self._seed, epoch, position, kind)
+        generator = build_seeded_generator(self._seed, epoch, position, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
-        mean, std = samples.store.latents(entry.number, flipped=image.flip and mirrored < 0.5)
+        mean, std = samples.store.latents(entry.index, flipped=image.flip and mirrored < 0.5)
         time = self._draw_time(generator)
         latents = mean + std * torch.randn(mean.shape, generator=generator)
         noise = torch.randn(mean.shape, generator=generator)
-        caption = samples.store.caption_number("") if dropped < image.caption_dropout else entry.caption
+        caption = samples.store.get_caption_index("") if dropped < image.caption_dropout else entry.caption
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
 def iterate_evaluation_images(
     samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[ImageBatch]:
-    """Yield the held-out images with fixed times and noise; every rank has the same number of batches."""
+    """Yield the held-out images with fixed timesteps and noise; every rank has the same number of batches."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)
@@ -170,12 +170,12 @@ def iterate_evaluation_images(
 def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
     index, time = divmod(at, EVALUATION_TIMES)
     entry = samples[index]
-    mean, _ = samples.store.latents(entry.number, flipped=False)
-    noise = torch.randn(mean.shape, generator=seeded_generator(0, index, time, _EVALUATION))
+    mean, _ = samples.store.latents(entry.index, flipped=False)
+    noise = torch.randn(mean.shape, generator=build_seeded_generator(0, index, time, _EVALUATION))
     return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMES, weight, samples)
 
 
-def seeded_generator(*numbers: int) -> torch.Generator:
+def build_seeded_generator(*numbers: int) -> torch.Generator:
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
 

@@ -19,10 +19,10 @@ from trainer.config import RunConfig, SourceSection
 from trainer.config.errors import format_count
 from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.grouping import count_held_out, repeat_by_weight
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode, find_truncated_captions
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_truncated_captions, encode
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.sizes import Fit, bucket_sizes, fit_to_bucket
+from trainer.tasks.images.sizes import Fit, fit_to_bucket, list_bucket_sizes
 from trainer.tasks.images.source_images import SourceImage, read_images
 
 CACHE_FORMAT = 4
@@ -47,7 +47,7 @@ class ImageStats:
     def lines(self) -> list[str]:
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))
         held_out = f", {self.held_out} held out" if self.held_out else ""
-        priors = f", {self.priors} of the class" if self.priors else ""
+        priors = f", {self.priors} class images" if self.priors else ""
         images, captions = (
             format_count(count, what) for count, what in ((self.records, "image"), (self.captions, "caption"))
         )
@@ -58,7 +58,7 @@ class ImageStats:
 class Entry:
     name: str
     """The image's origin, for messages."""
-    number: int
+    index: int
     caption: int
     width: int
     height: int
@@ -93,21 +93,21 @@ class Store:
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
 
-    def latents(self, number: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
+    def latents(self, index: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
         """Return the mean and the standard deviation [C, H, W] of an image's latent, fp32."""
-        name = f"{number}.flipped" if flipped else str(number)
-        file = self._file(f"latents-{number // IMAGES_PER_FILE:04d}.safetensors")
+        name = f"{index}.flipped" if flipped else str(index)
+        file = self._open_file(f"latents-{index // IMAGES_PER_FILE:04d}.safetensors")
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
 
     def conditions(self, caption: int) -> Conditions:
-        file = self._file(f"captions-{caption // IMAGES_PER_FILE:04d}.safetensors")
+        file = self._open_file(f"captions-{caption // IMAGES_PER_FILE:04d}.safetensors")
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
 
-    def caption_number(self, caption: str) -> int:
+    def get_caption_index(self, caption: str) -> int:
         return self.captions.index(caption)
 
-    def _file(self, name: str) -> Any:
+    def _open_file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = safe_open(str(self.folder / name), framework="pt")
         return self._open[name]
@@ -152,11 +152,11 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{digest_json(identity)}"
     build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
     store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
-    entries = [_build_entry(number, plan) for number in range(len(plan.images))]
+    entries = [_build_entry(index, plan) for index in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
     held_out, prior = parts["evaluation"], parts["prior"]
-    cut = find_truncated_captions(pipeline, [image.caption for image in plan.images])
+    cut = describe_truncated_captions(pipeline, [image.caption for image in plan.images])
     warnings = [*plan.skipped, *_list_warnings(plan), *cut]
     notes = (*filter(None, [note]), *(f"warning: {warning}" for warning in warnings))
     captions = len({image.caption for image in plan.images})
@@ -199,7 +199,7 @@ def _build_plan(config: RunConfig) -> _Plan:
         parts["evaluation"] = read(data.evaluation, "dataset.evaluation")
     if image.prior is not None:
         parts["prior"] = read(image.prior, "image.prior")
-    sizes = bucket_sizes(image)
+    sizes = list_bucket_sizes(image)
     fits = [fit_to_bucket(image.width, image.height, sizes) for image in images]
     texts = [image.caption for image in images] + list(config.logging.sample_prompts) + [""]
     return _Plan(images, parts, fits, list(dict.fromkeys(texts)), skipped)
@@ -215,8 +215,8 @@ def _list_warnings(plan: _Plan) -> list[str]:
     return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 
-def _build_entry(number: int, plan: _Plan) -> Entry:
-    image, fitted = plan.images[number], plan.fits[number]
+def _build_entry(index: int, plan: _Plan) -> Entry:
+    image, fitted = plan.images[index], plan.fits[index]
     caption = plan.captions.index(image.caption)
     original = image.width, image.height
-    return Entry(image.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
+    return Entry(image.name, index, caption, fitted.width, fitted.height, original, fitted.crop)

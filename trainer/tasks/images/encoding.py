@@ -60,7 +60,7 @@ def _encode_captions(
 ) -> Iterator[tuple[int, Conditions]]:
     if pipeline.folder is None:
         for index, caption in enumerate(captions):
-            yield index, random_conditions(pipeline, caption)
+            yield index, build_random_conditions(pipeline, caption)
         return
     encoder = pipeline.load_encoder(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     for start in range(0, len(captions), CAPTIONS_AT_ONCE):
@@ -88,7 +88,7 @@ def _encode_images(
         pixels = image_to_tensor(fitted.apply(image.open()))
         latent: dict[str, Tensor] = {}
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
-            mean, std = _random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
+            mean, std = _build_random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
             latent |= {f"{name}mean": mean, f"{name}std": std}
         if (index + 1) % LOG_EVERY == 0:
             log(f"{index + 1:,} of {len(images):,} images encoded")
@@ -96,7 +96,7 @@ def _encode_images(
 
 
 def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
-    """Load the VAE in fp32, because SDXL's VAE overflows in 16 bits."""
+    """Load the VAE in fp32, because SDXL's VAE overflows in fp16."""
     import diffusers
 
     assert pipeline.folder is not None
@@ -129,7 +129,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     return (distribution.mean[0] - shift) * scale, distribution.std[0] * scale
 
 
-def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
+def _build_random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Return a random latent of the image's latent shape, seeded with its pixels, for a random pipeline."""
     factor = pipeline.downsampling
     small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
@@ -138,14 +138,14 @@ def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.full_like(mean, 0.01)
 
 
-def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
+def build_random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
     import xxhash
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
 
 
-def find_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
     """Return a warning for each token limit that captions exceed, with the text encoders that have this limit."""
     import diffusers
     import transformers

@@ -42,7 +42,7 @@ class Family:
     def flow(self) -> bool:
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
-    def pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
+    def build_pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
         arguments = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
         if negative is not None and self.guided:
             arguments |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}

@@ -1,9 +1,9 @@
 """Convert adapters to the formats of diffusers and of kohya's scripts; ComfyUI also reads the latter.
 
-kohya: a layer's name is its path in the model's original implementation, with underscores for dots. In addition to
-the factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. If the original
-has one matrix where diffusers has several (queries, keys, values), their factors are combined exactly: downs are
-stacked, ups are placed along the diagonal, and ranks and alphas add up.
+kohya: a layer's name is its path in the model's original implementation, with underscores for dots. Next to
+the factors `lora_down` and `lora_up`, a layer has a tensor `alpha`; the adapter is scaled by alpha / rank. If the
+original has one matrix where diffusers has several (queries, keys, values), their factors are combined exactly:
+downs are stacked, ups are placed along the diagonal, and ranks and alphas add up.
 
 Sources: tensor names in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py and
 lora_sd3.py.
@@ -53,8 +53,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @cache
-def load_blocks() -> dict[str, dict[str, Any]]:
-    """Return the names of blocks and layers by family, in the form that kohya.yaml describes."""
+def load_kohya_names() -> dict[str, dict[str, Any]]:
+    """Return the names of blocks and layers by family, in the format that kohya.yaml describes."""
     return read_yaml(KOHYA_NAMES).tree
 
 
@@ -93,10 +93,10 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
 def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     """Return the layer's kohya name, its index among the layers combined under this name, and these layers."""
     layer = path.partition(".")[2]
-    if pipeline.family.name not in load_blocks():
+    if pipeline.family.name not in load_kohya_names():
         return f"lora_unet.{layer}", 0, (layer,)
     pieces = layer.split(".", 2)
-    blocks = load_blocks()[pipeline.family.name].get(pieces[0], {"name": "", "layers": {}})
+    blocks = load_kohya_names()[pipeline.family.name].get(pieces[0], {"name": "", "layers": {}})
     for name, layers in blocks["layers"].items():
         combined = tuple(layers.split())
         if pieces[-1] in combined:
@@ -108,7 +108,7 @@ def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
 
 
 def _build_block_diagonal(ups: dict[int, Tensor], combined: tuple[str, ...], pipeline: Pipeline) -> Tensor:
-    """Combine factors into one of shape [sum of widths, sum of ranks], with zeros for layers without an adapter."""
+    """Combine `lora_up` factors into a block-diagonal matrix; rows of layers without an adapter are zero."""
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     widths = [4 * inner if name == "proj_mlp" else inner for name in combined]

@@ -45,7 +45,7 @@ class ImageModel(nn.Module):
         self.add_module(family.denoiser, denoiser)
 
     def build_empty(self) -> "ImageModel":
-        """Return a copy without an adapter, all of it on the meta device."""
+        """Return a copy of the model without an adapter, on the meta device."""
         with torch.device("meta"):
             return ImageModel(self.pipeline, type(self.denoiser).from_config(self.pipeline.settings))
 
@@ -65,7 +65,7 @@ class ImageModel(nn.Module):
         """Return the paths of all linear layers in transformer blocks, except in adaptive norms."""
         return [
             path
-            for block in transformer_blocks(self)
+            for block in list_transformer_blocks(self)
             for path, module in self.named_modules()
             if path.startswith(f"{block}.")
             and isinstance(module, nn.Linear)
@@ -74,7 +74,7 @@ class ImageModel(nn.Module):
 
     def gathered_blocks(self) -> list[str]:
         """Return the paths of the shard units at stage 3: transformer blocks and residual convolution blocks."""
-        blocks = transformer_blocks(self)
+        blocks = list_transformer_blocks(self)
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
         return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
 
@@ -96,7 +96,7 @@ class ImageModel(nn.Module):
         self.denoiser.disable_gradient_checkpointing()
 
 
-def transformer_blocks(model: nn.Module) -> list[str]:
+def list_transformer_blocks(model: nn.Module) -> list[str]:
     """Return the paths of the modules that have an attention module as a child."""
     blocks = []
     for path, module in model.named_modules():
@@ -148,13 +148,13 @@ def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> di
     prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."
     stored = {name: name.removeprefix(prefix) for name in (*parameters, *dict(model.named_buffers()))}
     missing = [name for name in parameters if stored[name] not in shapes]
-    _refuse_weights(pipeline, missing, "are missing from its files")
+    _reject_weights(pipeline, missing, "are missing from its files")
     different = [name for name, weight in parameters.items() if tuple(weight.shape) != shapes[stored[name]]]
-    _refuse_weights(pipeline, different, "have other shapes than in config.json")
+    _reject_weights(pipeline, different, "differ in shape from config.json")
     return {name: Stored(name, {name: (key,)}) for name, key in stored.items() if key in shapes}
 
 
-def _refuse_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:
+def _reject_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:
     if names:
         raise UserError(
             f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); use config.json "

@@ -21,7 +21,7 @@ from trainer.tasks.task import StepLoss
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyBatch:
     noisy: Tensor
     target: Tensor
     times: Tensor
@@ -47,13 +47,13 @@ class Objective:
         drawn = torch.randn((), generator=generator, dtype=torch.float64)
         return float(torch.sigmoid(mean + std * drawn))
 
-    def add_noise(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
+    def add_noise(self, latents: Tensor, noise: Tensor, times: Tensor) -> NoisyBatch:
         """Add noise [B, C, H, W] to latents at times [B] in [0, 1]."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
         add = self._add_flow_noise if self._flow else self._add_diffusion_noise
         return add(latents, noise, index)
 
-    def _add_diffusion_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+    def _add_diffusion_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> NoisyBatch:
         from diffusers.training_utils import compute_snr
 
         scheduler = self._scheduler
@@ -65,16 +65,16 @@ class Objective:
             ratio = compute_snr(scheduler, index)
             # For epsilon, min(SNR, gamma) / SNR; it is 1 at a final timestep without signal.
             weights = ratio.clamp(max=gamma) / (ratio + 1) if predicts_velocity else (gamma / ratio).clamp(max=1.0)
-        return Noised(noisy, target, index, weights)
+        return NoisyBatch(noisy, target, index, weights)
 
-    def _add_flow_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+    def _add_flow_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> NoisyBatch:
         # The scheduler's first timestep is the noisiest; here, time grows with the noise.
         at = self._count - 1 - index
         sigmas = self._scheduler.sigmas.to(latents.device)[at]
         times = self._scheduler.timesteps.to(latents.device)[at]
         level = sigmas.view(-1, 1, 1, 1)
         noisy = (1.0 - level) * latents + level * noise
-        return Noised(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))
+        return NoisyBatch(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))
 
 
 class NoiseLoss(StepLoss):
@@ -86,10 +86,10 @@ class NoiseLoss(StepLoss):
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
-        losses = [self._group_loss(model, group, device) for group in batch.groups]
+        losses = [self._compute_group_loss(model, group, device) for group in batch.groups]
         return torch.stack(losses).sum()
 
-    def _group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
+    def _compute_group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
         latents, noise, times = (to_device(value, device) for value in (group.latents, group.noise, group.times))
         noised = self._objective.add_noise(latents, noise, times)
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}

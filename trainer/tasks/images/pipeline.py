@@ -29,8 +29,8 @@ SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
 
 @dataclass(frozen=True)
-class Published:
-    """A shape of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of the inputs."""
+class PublishedShape:
+    """An entry of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of the inputs."""
 
     family: str
     settings: dict[str, Any]
@@ -42,11 +42,11 @@ class Published:
 
 
 @cache
-def load_shapes() -> dict[str, Published]:
-    return {name: Published(**shape) for name, shape in read_yaml(SHAPES_FILE).tree.items()}
+def load_shapes() -> dict[str, PublishedShape]:
+    return {name: PublishedShape(**shape) for name, shape in read_yaml(SHAPES_FILE).tree.items()}
 
 
-def find_published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
+def find_published_shape(base_model: str) -> tuple[PublishedShape, dict[str, Any]] | None:
     """Return the shape named by `random:SHAPE,key=value,...` and its changed settings; None for other names."""
     if not is_random(base_model):
         return None
@@ -236,7 +236,7 @@ def _is_single_file(path: Path) -> bool:
 
 
 def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
-    """Return the folder of a pipeline; from the hub, download the files that match `wanted`."""
+    """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
         return _convert(path, section)
@@ -254,7 +254,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
         found = snapshot_download(
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
-    except Exception as error:  # the hub's library may raise anything
+    except Exception as error:  # huggingface_hub may raise anything
         raise build_load_error("base_model", base_model, error) from None
     return Path(found)
 
@@ -303,10 +303,10 @@ def _convert(file: Path, section: ModelSection) -> Path:
         return load_or_build(target, build, lambda folder: folder)[0]
 
 
-def _read_json(file: Path, prefix: str, shape: Any = dict[str, Any]) -> Any:
+def _read_json(file: Path, prefix: str, schema: Any = dict[str, Any]) -> Any:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
-        return read_json(file, shape)
+        return read_json(file, schema)
     except FileNotFoundError:
         raise UserError(f"{prefix}: {name} is missing; copy the complete pipeline") from None
     except UnreadableFile as error:

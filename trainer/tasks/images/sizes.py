@@ -28,7 +28,7 @@ class Fit:
         return scaled.crop((left, top, left + self.width, top + self.height))
 
 
-def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
+def list_bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
     """Return (width, height) of all buckets: multiples of `bucket_step` with at most resolution^2 pixels."""
     side, step = image.resolution, image.bucket_step
     if not image.buckets:

@@ -38,7 +38,7 @@ class SourceImage:
     width: int
     height: int
     source: Any
-    """A path, or the rows of a dataset and an index."""
+    """A path, or (rows of a dataset, index, column)."""
     changes: tuple[str, ...] = ()
     """Conversions that change the image's appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
 
@@ -100,7 +100,7 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
             f"{missing[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all images"
         )
     for path, text in captions.items():
-        yield _describe(str(path), caption if text is None else text, path)
+        yield _build_source_image(str(path), caption if text is None else text, path)
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
@@ -149,10 +149,10 @@ def _read_rows(rows: Any, source: SourceSection, prefix: str, label: str, captio
             raise UserError(
                 f"{name}: has no caption in column {text}; add a caption, or set image.caption for all images"
             )
-        yield _describe(name, row_caption, (rows, index, image))
+        yield _build_source_image(name, row_caption, (rows, index, image))
 
 
-def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
+def _build_source_image(name: str, caption: str | None, source: Any) -> SourceImage:
     try:
         data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
@@ -167,7 +167,7 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise damaged_image_error(name, error) from None
-    assert caption is not None, f"{name}: an image without caption was not refused"
+    assert caption is not None, f"{name}: an image without caption was not rejected"
     changes = tuple(change for change, is_made in applies.items() if is_made)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 

@@ -112,8 +112,8 @@ class ImageTask(Task):
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {caption: store.conditions(store.caption_number(caption)) for caption in (*prompts, "")}
-        images = draw_samples(
+        captions = {caption: store.conditions(store.get_caption_index(caption)) for caption in (*prompts, "")}
+        images = generate_sample_images(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
         for prompt, image in zip(prompts, images, strict=True):
@@ -161,7 +161,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
 
 
 @torch.no_grad()
-def draw_samples(
+def generate_sample_images(
     engine: Engine,
     pipeline: Pipeline,
     image: ImageSection,
@@ -182,7 +182,7 @@ def draw_samples(
     images = []
     for index, prompt in enumerate(prompts):
         conditions, empty = (_add_row_dimension(captions[caption], device, model.dtype) for caption in (prompt, ""))
-        arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(conditions, negative=empty))
+        arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
         latents = sampler(

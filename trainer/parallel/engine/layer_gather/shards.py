@@ -1,4 +1,4 @@
-"""Shard the frozen base over the ranks, and gather it one decoder layer ahead (per-layer ZeRO-3).
+"""Shard the frozen base model over the ranks, and gather it one decoder layer ahead (per-layer ZeRO-3).
 
 DeepSpeed's own stage 3 gathers parameter by parameter from hooks on every module, which is too slow on the host for an
 adapted model. Here one all-gather (unit.py) fetches a full layer while the previous layer computes, and DeepSpeed's
@@ -27,7 +27,7 @@ from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find
 from trainer.parallel.engine.partitioned import keep_own_values
 
 MIN_ELEMENTS = 100_000
-"""Minimum size of a parameter outside of blocks to be sharded; the last norm is smaller."""
+"""Minimum size of a parameter outside of blocks to be sharded; the final norm is smaller."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LayerShards:
         keep_embeddings: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Store the options; the ranks of `group` (default: all) share one copy of the base.
+        """Store the options; the ranks of `group` (default: all ranks) together hold one copy of the base model.
 
         Modules with a name that ends in one of `keep_whole` are not sharded, because they are fully trained. With
         `keep_embeddings` the embedding and the head are not sharded, because they will be resized.
@@ -127,7 +127,7 @@ class LayerShards:
         self._plan = {unit.last_module: unit for unit in units}
 
     def shard_if_filled(self, model: nn.Module, path: str) -> None:
-        """Shard a unit once its last module, at `path`, is filled; every rank must call it for every module."""
+        """Shard the unit whose last module `path` was just filled, if any; every rank must call it for every module."""
         plan = self._plan.pop(path, None)
         if plan is None:
             return
