@@ -23,7 +23,7 @@ from trainer.step import StepContext, StepInFlight, StepResult, train_step
 MAX_CONSECUTIVE_NONFINITE = 10
 
 
-class NonfiniteElsewhere(FloatingPointError, OtherRankFailed):
+class RemoteNonfiniteError(FloatingPointError, OtherRankFailed):
     """Raised if a loss on another rank was not finite."""
 
 
@@ -123,7 +123,7 @@ class Loop:
     def _step(self) -> None:
         self.before_step()
         attempt = self._context.recovery.attempt
-        self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.advance(*attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:
@@ -132,7 +132,7 @@ class Loop:
         for hook in self._hooks:
             hook.before_step(self.position.step + 1)
 
-    def follow(self, launched: StepInFlight, consumed: int) -> None:
+    def advance(self, launched: StepInFlight, consumed: int) -> None:
         """Advance the position by a launched step, which used `consumed` samples over all ranks."""
         context, position = self._context, self.position
         for hook in self._hooks:
@@ -224,7 +224,7 @@ class Loop:
         if result.nonfinite_ranks and not result.own_is_nonfinite:
             rank = result.nonfinite_rank
             ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
-            raise NonfiniteElsewhere(f"step {step}: {ranks} had a loss that is not finite; no weight was changed by it")
+            raise RemoteNonfiniteError(f"step {step}: {ranks} had a loss that is not finite; no weight was changed by it")
         raise FloatingPointError(
             f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "

@@ -194,7 +194,7 @@ def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit
     reported = read_hang(tmp_path)
     assert reported is not None and reported.ranks == [1 if exit_code else 0]
     assert ("rank 1 on n1 (process 100)" in reported.text) == bool(exit_code)
-    assert ("it has ended with exit code 143; rank 0 waits for it in join" in reported.text) == bool(exit_code)
+    assert ("it has exited with code 143; rank 0 waits for it in join" in reported.text) == bool(exit_code)
 
 
 def test_a_line_has_always_one_length_and_comes_back() -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
+from trainer.commands.export.adapters import ADAPTER_FORMATS, export_adapter
+from trainer.commands.export.gguf import check_architecture, compute_max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import build_modelfile
 from trainer.commands.merged_model import build_merged, merge, save_merged
@@ -43,7 +43,7 @@ class TextAdapter:
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        if form in ADAPTER_FORMS:
+        if form in ADAPTER_FORMATS:
             return export_adapter(run, form, output)
         if form == "hf":
             merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
@@ -51,7 +51,7 @@ class TextAdapter:
         return export_gguf(run, form, output, dtype=dtype)
 
     @staticmethod
-    def copy_companions(run: FinishedRun, folder: Path) -> None:
+    def write_upload_files(run: FinishedRun, folder: Path) -> None:
         """Write to `folder` the tokenizer files that are uploaded with the adapter."""
         write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
@@ -81,7 +81,7 @@ class ImageAdapter:
         return [f"pipeline.load_lora_weights({str(output)!r})"]
 
     @staticmethod
-    def copy_companions(run: FinishedRun, folder: Path) -> None:
+    def write_upload_files(run: FinishedRun, folder: Path) -> None:
         """Copy the adapter in diffusers' format and the final sample images."""
         shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
         for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
@@ -105,7 +105,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
         else:
             lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
             move_into_place(folder, output)
-    if (context := max_context_length(config)) < config.max_position_embeddings:
+    if (context := compute_max_context_length(config)) < config.max_position_embeddings:
         lines.append(f"context of {context:,} tokens: llama.cpp does not support this model's sliding window")
     if chats_differ(tokenizer):
         lines.append("llama.cpp handles spaces after special tokens differently, so it may tokenize chats differently")
@@ -160,5 +160,5 @@ def _read_stored_dtype(folder: Path) -> torch.dtype:
 KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: TextAdapter, ImageKind: ImageAdapter}
 
 
-def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
+def get_adapter_class(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
     return KINDS[find_adapter_kind(run)]

@@ -48,7 +48,7 @@ from trainer.model.image_reader import build_image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 from trainer.setup.text_run import find_task, tokenize
 from trainer.tasks.lm_eval_scores import TaskScores
 
@@ -306,13 +306,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_unsupported(run, "eval")
+    check_task_supports(run, "eval")
     config = run.config
     tokenizer = load_saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:
-        refuse_unsupported(run, "eval --tasks")
+        check_task_supports(run, "eval --tasks")
         record |= _score_tasks(arguments, run, tokenizer, batch_size)
     else:
         record |= _measure_held_out(arguments, run, tokenizer, batch_size)

@@ -44,7 +44,7 @@ from trainer.model.base import context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 
 
 class AnswerStreamer(TextStreamer):
@@ -71,7 +71,7 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
 
-    def arguments(self) -> dict[str, Any]:
+    def build_arguments(self) -> dict[str, Any]:
         """Return arguments of `generate` that override the base's generation settings."""
         if self.temperature == 0:
             return GREEDY
@@ -93,7 +93,7 @@ def generate_answers(
     Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated,
     and `images` belong to a single row.
     """
-    options = {"streamer": streamer, **sampling.arguments()}
+    options = {"streamer": streamer, **sampling.build_arguments()}
     if images is not None:
         base = model.get_base_model()
         accepted = inspect.signature(base.forward).parameters
@@ -145,7 +145,7 @@ def load_for_prompts(
     --system replaces the system prompt in the settings. Raises UserError.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_unsupported(run, "generate")
+    check_task_supports(run, "generate")
     tokenizer = load_saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset

@@ -17,7 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from trainer.checkpoint.adapter_files import SETTINGS
 from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, quiet_libraries
-from trainer.commands.adapter_kinds import adapter_kind
+from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
@@ -33,7 +33,7 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     """Write to `folder` the files to upload, and the card also to the adapter's folder; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    adapter_kind(run).copy_companions(run, folder)
+    get_adapter_class(run).write_upload_files(run, folder)
     base = public_name(run.config.base_model)
     settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -14,10 +14,10 @@ from pathlib import Path
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
 from trainer.commands.export.__main__ import export
-from trainer.commands.export.servers import lora_arguments
+from trainer.commands.export.servers import build_lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.command_line import port_number
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 SERVERS = (*MODULES, "llama.cpp")
@@ -80,7 +80,7 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
             f"model.rope_scaling.type={scaling.type}: the server would load the base without it; pass --merged"
         )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
-    command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
+    command = [*server.command, model_option, run.config.base_model, *build_lora_arguments(server.name, adapter, name)]
     if run.config.model.revision:
         command += ["--revision", run.config.model.revision]
     if (template := adapter / "chat_template.jinja").exists():
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
-    refuse_unsupported(run, "serve")
+    check_task_supports(run, "serve")
     command = build_command(run, server, options.run, merged=options.merged)
     command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
     print(shlex.join(command), flush=True)

@@ -47,7 +47,7 @@ def describe_untested() -> list[str]:
     ]
 
 
-def version_warning() -> str | None:
+def build_version_warning() -> str | None:
     """Return a warning if any version is untested; None if all are tested."""
     lines = describe_untested()
     return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None

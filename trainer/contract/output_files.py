@@ -51,7 +51,7 @@ def check_settings_file(path: Path, named: str, *, force: bool) -> None:
         raise UserError(f"{named}: was not written by zerolora; use another file, or remove this one")
 
 
-def disk_error(error: BaseException) -> str | None:
+def describe_disk_error(error: BaseException) -> str | None:
     """Return the operating system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _RUST.search(str(error))):
@@ -75,7 +75,7 @@ def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tokenizers raises plain Exception
-        reason = disk_error(error)
+        reason = describe_disk_error(error)
         if reason is None:
             raise
         failures.append(f"{reason} ({describe_disk(path)})")

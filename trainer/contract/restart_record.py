@@ -117,7 +117,7 @@ def delete_restarts(run_dir: Path) -> None:
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)
 
 
-def complete_checkpoints(run_dir: Path) -> dict[str, int]:
+def list_complete_checkpoints(run_dir: Path) -> dict[str, int]:
     """Return the modification time (ns) of each complete checkpoint of the run, or of all its adapters, by name."""
     has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
@@ -126,6 +126,6 @@ def complete_checkpoints(run_dir: Path) -> dict[str, int]:
     return {name: marker.stat().st_mtime_ns for name, marker in numbered.items()}
 
 
-def newest_checkpoint(names: Iterable[str]) -> str:
+def find_newest_checkpoint(names: Iterable[str]) -> str:
     """Return the checkpoint with the highest step; an empty string if there is none."""
     return max(names, key=lambda name: int(name.rpartition("-")[2]), default="")

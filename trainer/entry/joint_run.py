@@ -162,7 +162,7 @@ class JointRun:
                 "but need equal numbers; set training.gradient_accumulation_steps for all, and batch_size for each"
             )
         kind = find_model_kind(config)
-        longest = max(self.runs, key=lambda run: _find_max_length(run.prepared))
+        longest = max(self.runs, key=lambda run: _compute_max_length(run.prepared))
         combined = combine_adapters(config, configs, on_gpu=device.type == "cuda")
         memory = plan_memory(kind.planner, combined, longest.prepared, ranks, device, precision)
         for note in memory.notes:
@@ -185,7 +185,7 @@ class JointRun:
         self._engine.train()
         try:
             with exclude_from_garbage_collection():
-                while active := self._find_active_members():
+                while active := self._finish_done_members():
                     self._step(active, hooks)
         except UserError as error:
             for member in self._list_unfinished():
@@ -203,7 +203,7 @@ class JointRun:
     def _list_unfinished(self) -> list[_Member]:
         return [member for member in self._members if not member.has_finished and member.failure is None]
 
-    def _find_active_members(self) -> list[_Member]:
+    def _finish_done_members(self) -> list[_Member]:
         """Finish the adapters that have completed their last step, and return those with a next step."""
         for member in self._list_unfinished():
             if member.run.loop.is_done:
@@ -226,7 +226,7 @@ class JointRun:
         for hook in hooks:
             hook.after_launch(step)
         for member, step_in_flight, samples in zip(active, launched, consumed, strict=True):
-            self._call_loop(member, partial(Loop.follow, launched=step_in_flight, consumed=samples))
+            self._call_loop(member, partial(Loop.advance, launched=step_in_flight, consumed=samples))
             self._call_loop(member, Loop.after_step)
         # Show the mean loss; each adapter's metrics have its own.
         latest = [member.run.loop.latest for member in active]
@@ -376,6 +376,6 @@ def _count_targets(
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _find_max_length(prepared: Prepared) -> int:
+def _compute_max_length(prepared: Prepared) -> int:
     train = prepared.data.train
     return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0

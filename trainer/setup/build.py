@@ -143,9 +143,9 @@ class Builder:
         """
         if find_choice(engine.module) is not None:
             return loss, None
-        return self._graphed(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
+        return self._add_cuda_graphs(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
 
-    def _graphed(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
+    def _add_cuda_graphs(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss

@@ -47,7 +47,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
     (say.show if world.hosts > 1 else say)(world.summary)
-    if (warning := known_versions.version_warning()) is not None:
+    if (warning := known_versions.build_version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
     for note in notes:

@@ -57,7 +57,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     if files is None:
         report(f"checking the model {config.base_model}")
         files = read_model_files(config)
-    refuse_image_settings(config)
+    check_no_image_settings(config)
     notes, original = files.notes, config
     config = original.fit_max_length(files.longest)
     if config is not original:
@@ -85,7 +85,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     return replace(files, data=data, notes=notes, reference=reference, sample_prompts=prompts)
 
 
-def refuse_image_settings(config: RunConfig) -> None:
+def check_no_image_settings(config: RunConfig) -> None:
     """Raise UserError for settings of image models in a run on a language model."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(

@@ -61,7 +61,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {format_count(world, 'rank')} are exact")
     if world == 1:
         return
-    speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
+    speeds = [(size, _measure_bus_bandwidth(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
     measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
@@ -73,7 +73,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     )
 
 
-def _bus_gb_per_s(size: int, device: torch.device) -> float:
+def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
     """Return the slowest rank's bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9 for n ranks."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)

@@ -60,7 +60,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
         )
 
 
-def max_context_length(config: Any) -> int:
+def compute_max_context_length(config: Any) -> int:
     """Return the longest context that llama.cpp computes correctly although it ignores sliding-window attention."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -177,7 +177,7 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
     rope = config.rope_parameters
     writer.add_file_type(file_type)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(max_context_length(config))
+    writer.add_context_length(compute_max_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

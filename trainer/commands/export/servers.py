@@ -66,7 +66,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
+def build_lora_arguments(server: str, folder: Path, name: str) -> list[str]:
     adapter = f"{name}={folder}"
     if server == "sglang":
         return ["--enable-lora", "--lora-paths", adapter]
