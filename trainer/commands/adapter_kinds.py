@@ -52,7 +52,7 @@ class TextAdapter:
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
-        """Write to `folder` the tokenizer files that are uploaded with the adapter."""
+        """Write the tokenizer files to upload with the adapter."""
         write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
@@ -82,7 +82,7 @@ class ImageAdapter:
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
-        """Copy the adapter in diffusers' format and the final sample images."""
+        """Write the adapter in diffusers' format and the final sample images, to upload with the adapter."""
         shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
         for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
             (folder / SAMPLES).mkdir(exist_ok=True)
@@ -119,21 +119,21 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:
-        lines.append("no TEMPLATE: Ollama cannot format prompts as in training; see the Modelfile")
+        lines.append("TEMPLATE omitted: Ollama cannot format prompts as in training; see the Modelfile")
     if "\n# No SYSTEM" in text:
-        lines.append("no SYSTEM: Ollama would change the system prompt; see the Modelfile")
+        lines.append("SYSTEM omitted: Ollama would change the system prompt; see the Modelfile")
     return lines
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
-    """Write the pipeline with the adapter merged: W + s B A, computed in 32 bits and rounded once.
+    """Write the pipeline with the adapter merged: W + s B A, computed in fp32 and rounded once.
 
-    Raises UserError if `output` is not empty, or if the base has random weights.
+    Raises UserError if `output` is not empty, or if the base model has random weights.
     """
     check_output(output)
     pipeline = read_pipeline(run.config.base_model, run.config.model)
     if pipeline.folder is None:
-        raise UserError(f"base_model={run.config.base_model}: a random base cannot be merged; train on a stored model")
+        raise UserError(f"base_model={run.config.base_model}: random weights cannot be merged; train on a saved model")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
     adapted = load_adapter(model, str(run.folder), in_32_bits=True)
     scale_adapter(adapted, scale)

@@ -79,7 +79,7 @@ def build_report(
         "bytes_received": planner.bytes_received(resolved),
         "fits": estimate.needed <= memory,
         "recommended": None if best is None else _recommend(planner, best, memory),
-        "largest_batch_size": _find_largest_batch(planner, resolved, memory),
+        "largest_batch_size": _find_max_batch(planner, resolved, memory),
         "decisions": planner.build_decisions(resolved).to_json(),
         "stages": [_build_stage_row(planner, choice, memory) for choice in table],
     }, resolved
@@ -88,10 +88,14 @@ def build_report(
 def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
     names = [name for name in ("offload_optimizer", "offload_parameters") if getattr(best.zero, name)]
     offloads = {f"zero.{name}": True for name in names}
-    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _find_largest_batch(planner, best, memory)}
+    return {
+        "zero.stage": best.zero.stage,
+        **offloads,
+        "training.batch_size": _find_max_batch(planner, best, memory),
+    }
 
 
-def _find_largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
+def _find_max_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest batch_size that leaves a memory reserve, or the configured one if it is larger and fits."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.find_largest_batch(config, memory))

@@ -1,4 +1,4 @@
-"""`zerolora eval RUN`: held-out loss of the base with and without the adapter, with intervals.
+"""`zerolora eval RUN`: held-out loss of the base model with and without the adapter, with intervals.
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
@@ -159,7 +159,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
 def load_held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the run's held-out samples, or all samples of `data`, read as in the run; and whether they are pairs.
+    """Return the run's held-out samples, or all samples of `data` read as in training, and whether they are pairs.
 
     Raises UserError if the run has no held-out samples and `data` is None, or if `data` is for another task.
     """
@@ -252,7 +252,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument(
-        "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
+        "--data", metavar="FILE", help="a file, folder or Hub ID to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to run instead")

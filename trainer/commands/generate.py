@@ -1,4 +1,4 @@
-"""`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally alongside its base."""
+"""`zerolora generate RUN [PROMPT ...]`: generate responses with a trained adapter, and with its base model."""
 
 import argparse
 import inspect
@@ -72,7 +72,7 @@ class Sampling:
             raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
 
     def build_arguments(self) -> dict[str, Any]:
-        """Return arguments of `generate` that override the base's generation settings."""
+        """Return arguments of `generate` that override the base model's generation settings."""
         if self.temperature == 0:
             return GREEDY
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model. Unless the base answers too (`both`), merge the adapter if possible, or fuse it."""
+    """Load the trained model; unless the base model is needed too (`both`), merge the adapter or fuse it."""
     model = load_trained(run, tokenizer, default_device())
     if both:
         return model
@@ -142,7 +142,7 @@ def load_for_prompts(
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
     """Return model, tokenizer, data settings, format of plain-text prompts and images for the command's options.
 
-    --system replaces the system prompt in the settings. Raises UserError.
+    --system replaces the system prompt in the settings. Raises UserError for options that the run does not support.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     check_task_supports(run, "generate")
@@ -228,7 +228,7 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora generate",
-        description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
+        description="Generate responses with a trained adapter; without a PROMPT, every line of standard input is one.",
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a separate conversation")

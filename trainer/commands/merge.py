@@ -1,4 +1,4 @@
-"""`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
+"""`zerolora merge RUN`: merge base model and adapter into one model that needs neither PEFT nor zerolora."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from trainer.setup.kinds import check_task_supports
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
-        prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
+        prog="zerolora merge", description="Merge an adapter into its full-precision base model, as safetensors."
     )
-    add_run_arguments(parser, "location of the full-precision base, if it was moved")
+    add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype",

@@ -81,7 +81,7 @@ class Profile:
         """Return the experts' rank, as set by `lora.expert_rank: r/top_k`."""
         return max(1, rank // self.top_k)
 
-    def count_adapter_parameters(self, rank: int) -> int:
+    def count_parameters(self, rank: int) -> int:
         return rank * self.per_rank + self.compute_expert_rank(rank) * self.per_expert_rank
 
 
@@ -145,9 +145,9 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
     information = BITS_PER_TOKEN * trained
     rank = next(
-        (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_adapter_parameters(rank) >= information), ranks[-1]
+        (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information), ranks[-1]
     )
-    parameters = profile.count_adapter_parameters(rank)
+    parameters = profile.count_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
     why = f"{parameters:,} adapter parameters can learn about {capacity / 1e6:,.1f} Mbit; the data has {data}"
@@ -208,7 +208,7 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
     tried: list[str] = []
     for adapter, stage, recompute, offload in _list_placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
-        base = "the base only fits in 4 bits" if adapter == "qlora" else "the base fits in 16 bits"
+        base = "the base model only fits in 4 bits" if adapter == "qlora" else "the base model fits in 16 bits"
         kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
@@ -216,11 +216,11 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
             "training.gradient_checkpointing": (recompute, kept),
             "zero.stage": (
                 stage,
-                "every rank holds the whole base" if stage == 2 else "the base is sharded over the ranks",
+                "every rank holds the whole base model" if stage == 2 else "the base model is sharded over the ranks",
             ),
         }
         if offload:
-            chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
+            chosen["zero.offload_parameters"] = (True, "the base model stays in host memory, to fit")
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)

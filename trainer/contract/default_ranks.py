@@ -38,7 +38,7 @@ def list_visible_gpus() -> list[int]:
 def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     """Return the indices in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value selects.
 
-    As in CUDA, entries are indices or prefixes of UUIDs, and the list ends at -1. Raises UserError for others.
+    As in CUDA, entries are indices or prefixes of UUIDs, and the list ends at -1. Raises UserError for other entries.
     """
     chosen: list[int] = []
     for entry in (entry.strip() for entry in allowed.split(",")):

@@ -86,7 +86,7 @@ class Lock:
         return True if any(states) else None if not states or None in states else False
 
     def is_predecessor_of(self, other: "Lock") -> bool:
-        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has ended."""
+        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has terminated."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
@@ -234,7 +234,7 @@ class _HolderWatch:
         self._changed_at = 0.0
 
     def is_alive(self, lock: Lock) -> bool | None:
-        """Return whether a holder is alive; None if it is not yet known."""
+        """Return whether a holder is alive; None while this is unknown."""
         if (alive := lock.is_alive()) is not None:
             return alive
         now, state = time.monotonic(), (lock.token, lock.beat)

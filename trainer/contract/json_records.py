@@ -20,7 +20,7 @@ _Schema = dict[str, _Number | _Whole | None]
 SWEEP = "sweep.json"
 
 MARK = "zerolora-doctor: "
-"""Begins a line of JSON with the results of a process of `zerolora doctor`."""
+"""Prefix of the line of JSON in which a process of `zerolora doctor` prints its results."""
 State = Literal["OK", "WARN", "FAIL"]
 
 

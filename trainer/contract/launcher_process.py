@@ -84,7 +84,7 @@ def tie_children_to_this_process() -> None:
 
 
 def keep_alive_file(logs: Path, ended: threading.Event) -> None:
-    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set, even on a full disk."""
+    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set; tolerate disk errors."""
     has_failed = False
     while True:
         try:

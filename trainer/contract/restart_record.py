@@ -42,7 +42,7 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read and remove the note; return None if it does not exist. Raises UnreadableFile."""
+        """Read and remove the note; return None if it does not exist. Raises UnreadableFile if it is damaged."""
         try:
             note: RestartNote = read_json(logs / _NOTE_FILE, cls)
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class AdapterChanges:
 
 
 def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `adapters` with the recorded changes; entries that already have the changes keep their order."""
+    """Return `entries` with the recorded changes; if they already have the changes, their order is kept."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:
         return list(entries)

@@ -1,4 +1,4 @@
-"""Build the model and its engine: base, adapter, fused operators, checkpointing, optimizer."""
+"""Build the model and its engine: base model, adapter, fused operators, checkpointing, optimizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -195,7 +195,7 @@ class Builder:
         return lines
 
     def _build_layer_shards(self) -> LayerShards | None:
-        """Return the shards for loading the base per layer; None if DeepSpeed gathers it or each group is one rank."""
+        """Return the shards for loading the base model per layer; None if DeepSpeed gathers it or no rank shares it."""
         zero = self._config.zero
         if self._decisions.gather.value != "layer":
             return None

@@ -86,7 +86,7 @@ def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
 
 
 def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a finished run from its adapter's files, because the base may be missing."""
+    """Return the kind of a finished run from its adapter's files, because the base model may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 

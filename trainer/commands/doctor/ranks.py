@@ -135,7 +135,7 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
-    """Check how many ranks share each copy of the base at ZeRO-3, and whether copies span hosts (`hosts`: by rank)."""
+    """Check over how many ranks ZeRO-3 shards each copy of the base model, and whether copies span hosts."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
         return
@@ -145,7 +145,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
         yield Check(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-    found = f"{within}: copies of the base: {len(groups)}, each sharded over {sizes} ranks"
+    found = f"{within}: the base model is stored {len(groups)} times, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
         fix = "set zero.shard_within=host if a host has memory for a copy"
         yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)

@@ -20,7 +20,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return lines to print. Raises UserError or RuntimeError."""
+    """Write the run's adapter in format `form` to `output`; return lines to print."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
     check_output(output)
@@ -34,11 +34,14 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
-    add_run_arguments(parser, "location of the full-precision base, if it was moved")
+    add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     formats = (*ADAPTER_FORMATS, "hf", "gguf", "ollama", "kohya")
     parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
     parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, otherwise folder (RUN/export-FORMAT)"
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="folder (RUN/export-FORMAT), or file for gguf and gguf-lora (RUN/export.gguf, RUN/export-lora.gguf)",
     )
     parser.add_argument(
         "--dtype",

@@ -12,7 +12,7 @@ from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, load_saved_tok
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, check_applicable, build_lora_arguments, write_for_server
+from trainer.commands.export.servers import MERGED, build_lora_arguments, check_applicable, write_for_server
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config

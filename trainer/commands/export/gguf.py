@@ -2,7 +2,7 @@
 
 File format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports Llama, Mistral, Qwen2 and Qwen3 with
 the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. Like that converter, it stores
-matrices in the requested format and vectors in 32 bits.
+matrices in the requested format and vectors in fp32.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Export adapters for vLLM and SGLang: one pair of matrices per layer, checkpoint names, and a single scale.
 
-Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
+Both read PEFT's two files, but not all of its features: no DoRA, no fully trained weights, one rank and one alpha.
 PEFT's features are translated:
 
     scale of every layer      lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
