@@ -162,8 +162,7 @@ class Restarts:
         `step` is the step in a restart note, which the heartbeats may not have.
         """
         checkpoints = list_complete_checkpoints(self._run_dir)
-        own = (name for name, written in checkpoints.items() if self._before.get(name) != written)
-        newest = find_newest_checkpoint(own)
+        newest = find_newest_checkpoint(name for name, at in checkpoints.items() if self._before.get(name) != at)
         if ending.step or step or self._read_record_mtime() != self._record_before:
             # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
             # is visible: network file systems may show a new one late.

@@ -63,7 +63,7 @@ class State(Enum):
     """After a failure: the other ranks must exit by the deadline."""
 
 
-class AbortReason(Enum):
+class Abort(Enum):
     """Why the launcher stops watching a run, and kills it, before all processes have exited."""
 
     AT_ONCE = auto()
@@ -116,7 +116,7 @@ class Supervisor:
         self._start = start or (lambda log: command.start(log, log))
         self.command, self.logs, self.reach = command, logs, reach
         self.state = State.STARTING
-        self.abort_reason: AbortReason | None = None
+        self.abort: Abort | None = None
         self.deadline = math.inf
         """Value of time.monotonic() at which remaining ranks are killed."""
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -150,18 +150,17 @@ class Supervisor:
             try:
                 self._watch()
             finally:
-                if self.reach is not None and self.abort_reason is not AbortReason.UNREACHABLE:
+                if self.reach is not None and self.abort is not Abort.UNREACHABLE:
                     self.reach.kill(self.processes[0], self.logs)
                 kill_sessions([process.pid for process in self.processes])
             self._record_deaths()
             codes = [process.wait() for process in self.processes]
-            waits = self.abort_reason is not AbortReason.AT_ONCE and (any(codes) or self.reach is not None)
+            waits = self.abort is not Abort.AT_ONCE and (any(codes) or self.reach is not None)
             if waits and not self.observer.folder.wait_until_readable(self.signals):
                 return choose_exit_code_without_folder(codes, self.signals)
-            if self.abort_reason is AbortReason.OUTLIVED:  # the launcher's code reflects only the signal that killed it
+            if self.abort is Abort.OUTLIVED:  # the launcher's code reflects only the signal that killed it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            is_unreachable = self.abort_reason is AbortReason.UNREACHABLE
-            return self._choose_exit_code([EXIT_FAILED] if is_unreachable else codes, sizes)
+            return self._choose_exit_code([EXIT_FAILED] if self.abort is Abort.UNREACHABLE else codes, sizes)
         finally:
             ended.set()
             for number, handler in handlers.items():
@@ -170,20 +169,20 @@ class Supervisor:
 
     def _watch(self) -> None:
         self.state = State.RUNNING
-        while self.abort_reason is None and any(process.poll() is None for process in self.processes):
+        while self.abort is None and any(process.poll() is None for process in self.processes):
             self.observer.poll()
             self._record_deaths()
-            self.abort_reason = self._advance()
-            if self.abort_reason is None:
+            self.abort = self._advance()
+            if self.abort is None:
                 time.sleep(POLL_S)
 
-    def _advance(self) -> AbortReason | None:
+    def _advance(self) -> Abort | None:
         if self.signals and self._stop():
-            return AbortReason.AT_ONCE
+            return Abort.AT_ONCE
         if self.observer.silent_run is not None:
-            return AbortReason.SILENT
+            return Abort.SILENT
         if self.observer.has_outlived_ranks():
-            return AbortReason.OUTLIVED
+            return Abort.OUTLIVED
         now = time.monotonic()
         if math.isinf(self.deadline):
             self._set_deadline(now)
@@ -193,7 +192,7 @@ class Supervisor:
             if self.reach is not None:
                 self.reach.kill(self.processes[0], self.logs)
                 if now - self.deadline > END_PATIENCE_S:
-                    return AbortReason.UNREACHABLE
+                    return Abort.UNREACHABLE
         return None
 
     def _set_deadline(self, now: float) -> None:
@@ -217,7 +216,7 @@ class Supervisor:
                 if not is_alive(process):
                     self.deaths[rank] = Death(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                is_killing = self.abort_reason is AbortReason.AT_ONCE or time.monotonic() > self.deadline
+                is_killing = self.abort is Abort.AT_ONCE or time.monotonic() > self.deadline
                 was_killed = status == -signal.SIGKILL and is_killing
                 self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=was_killed)
 
@@ -273,7 +272,7 @@ class Supervisor:
         waited = {rank for rank, death in self.deaths.items() if has_stopped and death.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
         # A signal to a run that is already failing, as with a lost node, does not hide the failure.
-        at_once = self.abort_reason is AbortReason.AT_ONCE
+        at_once = self.abort is Abort.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not State.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
             return choose_stop_code(self.signals, at_once=at_once)
@@ -305,8 +304,7 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        unclear = self.abort_reason in (AbortReason.OUTLIVED, AbortReason.UNREACHABLE)
-        if self.reach is None or self.state is State.FAILING or unclear:
+        if self.reach is None or self.state is State.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
             return False
         return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 

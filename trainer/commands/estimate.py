@@ -88,11 +88,7 @@ def build_report(
 def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
     names = [name for name in ("offload_optimizer", "offload_parameters") if getattr(best.zero, name)]
     offloads = {f"zero.{name}": True for name in names}
-    return {
-        "zero.stage": best.zero.stage,
-        **offloads,
-        "training.batch_size": _find_max_batch(planner, best, memory),
-    }
+    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _find_max_batch(planner, best, memory)}
 
 
 def _find_max_batch(planner: Planner, config: RunConfig, memory: int) -> int:

@@ -40,9 +40,8 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         # For ranks on other hosts, the console file is in the logs of the run.
-        return _report_error(
-            error, ranks, None if (arguments.console or "1").isdecimal() else Path(arguments.console).parent
-        )
+        logs = None if (arguments.console or "1").isdecimal() else Path(arguments.console).parent
+        return _report_error(error, ranks, logs)
     run_dir = Path(loaded.config.output_dir)
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)

@@ -145,7 +145,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
         yield Check(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-    found = f"{within}: the base model is stored {len(groups)} times, each sharded over {sizes} ranks"
+    found = f"{within}: {len(groups)} x the base model, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
         fix = "set zero.shard_within=host if a host has memory for a copy"
         yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)

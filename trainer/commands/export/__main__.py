@@ -37,12 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     formats = (*ADAPTER_FORMATS, "hf", "gguf", "ollama", "kohya")
     parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="folder (RUN/export-FORMAT), or file for gguf and gguf-lora (RUN/export.gguf, RUN/export-lora.gguf)",
-    )
+    output_help = "folder (RUN/export-FORMAT), or file for gguf and gguf-lora (RUN/export.gguf, RUN/export-lora.gguf)"
+    parser.add_argument("--output", type=Path, metavar="PATH", help=output_help)
     parser.add_argument(
         "--dtype",
         choices=("auto", *FORMATS),
