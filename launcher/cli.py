@@ -20,17 +20,17 @@ def _run_command() -> int:
 
 
 def main() -> None:
-    # Until launcher/entry.py is imported, Ctrl-C ends the process silently instead of with a traceback.
+    # Until launcher/entry.py is imported, Ctrl-C terminates the process silently, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     exclude_working_folder()
     if foreign := find_foreign_package():
         print(f"error: {foreign}", file=sys.stderr)
         sys.exit(2)
-    from launcher.entry import Stopped, run
+    from launcher.entry import SignalInterrupt, run
     from trainer.contract.standard_streams import PROGRESS
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
-    sys.exit(run(_run_command, exception=Stopped))
+    sys.exit(run(_run_command, exception=SignalInterrupt))
 
 
 def exclude_working_folder() -> None:

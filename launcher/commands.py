@@ -37,14 +37,14 @@ MODULES = {
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage; needs no GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
     "prepare": ("trainer.commands.prepare_run", "Check a configuration and tokenize its data."),
-    "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
-    "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
+    "eval": ("trainer.commands.evaluate", "Evaluate base model and adapter on held-out data: loss and perplexity."),
+    "generate": ("trainer.commands.generate", "Generate responses to prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
     "report": ("trainer.monitor.report", "Write an HTML report of one or more runs."),
     "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
     "serve": ("trainer.commands.serve", "Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."),
-    "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
+    "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face Hub."),
     "ops": ("ops.builder", "Build or list the fused operators."),
     "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
     "tier": ("benchmarks.tiers", "Test training on this machine's GPU in six tiers, each with asserted limits."),
@@ -58,7 +58,7 @@ GROUPS = {
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
 """The order of the commands in `zerolora --help`, by title."""
-# Typer's names of types -> how --help shows them.
+# Typer's type names -> metavars in --help.
 METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
 
 UsageError: Any = typer.BadParameter.__base__
@@ -105,7 +105,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
     is_job_start: Annotated[
-        bool, typer.Option("--job-start", hidden=True, help="One of the starts of a SLURM job.")
+        bool, typer.Option("--job-start", hidden=True, help="Set by the script of `zerolora submit`.")
     ] = False,
 ) -> None:
     """Train an adapter on the GPUs of this machine, of the hosts in a hostfile, or of a SLURM job."""
@@ -236,7 +236,7 @@ def _describe_usage_error(error: Any) -> str:
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
-    if names and "Input should be " in message:  # pydantic's message has no value
+    if names and "Input should be " in message:  # pydantic's message omits the value
         words = pairwise(" ".join(sys.argv).replace("=", " ").split())
         value = next((after for name, after in words if name in names), "")
         expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]

@@ -1,4 +1,4 @@
-"""Run a command so that signal N ends it with one line and exit code 128 + N, never with a traceback.
+"""Run a command; a signal N makes it exit with code 128 + N and a one-line message instead of a traceback.
 
 Used by launcher/cli.py and launcher/module.py. Imports little, so that signals are handled early.
 """
@@ -18,7 +18,7 @@ from trainer.contract.standard_streams import PROGRESS, forgiving_stream, open_c
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopped(BaseException):
+class SignalInterrupt(BaseException):
     """Raised when a signal arrives."""
 
 
@@ -59,7 +59,7 @@ class _Output(io.FileIO):
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
     """Run `command` and return its exit code.
 
-    A signal raises `exception` in the command and is reported in one line, even if a library replaces it.
+    A signal raises `exception` in the command and is reported in one line, even if a library replaces that exception.
     A failed write to standard output is reported in one line with exit code 1; errors on standard error are ignored.
     """
     open_closed_descriptors()
@@ -101,7 +101,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def quiet_libraries() -> None:
-    """Silence library warnings about missing GPUs, hub retries and slow CPU kernels; call before importing them."""
+    """Silence library warnings about missing GPUs, Hub retries and slow CPU kernels; call before importing them."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.config import RunConfig, UserError
 from trainer.config.files import read_json
 from trainer.contract.exit_codes import EXIT_PREEMPTED
-from trainer.contract.restart_record import complete_checkpoints, newest_checkpoint
+from trainer.contract.restart_record import find_newest_checkpoint, list_complete_checkpoints
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"
@@ -39,7 +39,7 @@ def get_job_id(env: Mapping[str, str]) -> str:
 def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str]:
     """Return the overrides that resume from where the previous start of this job ended.
 
-    By default, the first start also resumes a run in the folder.
+    Unless the settings name a checkpoint or overwrite the folder, the first start also resumes a run in it.
     """
     run_dir = Path(config.output_dir)
     first, current = next(iter(_read_earlier_starts(run_dir, env)), None), _read_current_start(run_dir, env)
@@ -62,7 +62,7 @@ def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
 
 
 def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
-    """Record the exit code of this start. Raises UserError if it requests a requeue without recent progress."""
+    """Record the exit code of this start. Raises UserError if it asks to requeue a job without progress."""
     starts = _read_starts(run_dir, env)
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write_starts(run_dir, starts)
@@ -83,7 +83,7 @@ def _check_progress(starts: Sequence[Start], current: Start) -> None:
 
 
 def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
-    newest = newest_checkpoint(complete_checkpoints(run_dir))
+    newest = find_newest_checkpoint(list_complete_checkpoints(run_dir))
     record = run_dir / "run.json"
     return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 

@@ -15,7 +15,7 @@ from launcher.targets.local import Command, build_hostfile_command, build_local_
 from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
-from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
+from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
 from trainer.contract.rendezvous import find_port_problem, free_port, port_taken_message, random_port
 
 ENVIRONMENT_FILE = "environment"
@@ -23,7 +23,7 @@ CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
 CommandBuilder = partial[Command]
 """Builds the command that starts all ranks, from a rank's arguments and optionally its `module`."""
 Plan = tuple[CommandBuilder, Reach | None]
-"""Builds the command, and accesses its ranks; the latter is None if they are children of this process."""
+"""How to build the command, and how to reach its ranks; None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
@@ -40,7 +40,7 @@ class Request:
     master_addr: str | None = None
     master_port: int | None = None
 
-    def filters(self) -> dict[str, Any]:
+    def get_filters(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:
@@ -55,7 +55,7 @@ class Request:
         elif self.hostfile is not None:
             chosen = "hostfile"
         else:
-            chosen = "slurm" if in_allocation(os.environ) else "local"
+            chosen = "slurm" if is_in_allocation(os.environ) else "local"
         if chosen == "hostfile" and self.hostfile is None:
             raise UserError("--launcher hostfile: needs --hostfile FILE, with one line per host, `gpu-a slots=8`")
         if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
@@ -87,9 +87,9 @@ def plan(request: Request, logs: Path) -> Plan:
             port = free_port()
         elif reason := find_port_problem(port):
             raise UserError(port_taken_message(port, reason))
-        return partial(build_local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
+        return partial(build_local_command, gpus=list_visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
-        allocation = read_allocation(os.environ, **request.filters())
+        allocation = read_allocation(os.environ, **request.get_filters())
         return partial(build_srun_command, allocation=allocation, address=address, port=port), SrunReach(allocation)
     slots = select_slots(request)
     if launcher == "mpi":
@@ -101,13 +101,13 @@ def plan(request: Request, logs: Path) -> Plan:
 
 
 def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
-    """Plan for `slots` of a hostfile; the ranks meet at `address`, by default the first host."""
+    """Plan a run on `slots` of a hostfile; the rendezvous address is `address`, by default the first host."""
     assert request.hostfile is not None
     build = partial(
         build_hostfile_command,
         hostfile=request.hostfile,
         slots=slots,
-        address=address or _find_address(next(iter(slots))),
+        address=address or _resolve_address(next(iter(slots))),
         port=request.master_port or random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
@@ -118,13 +118,13 @@ def select_slots(request: Request) -> Slots:
     if request.hostfile is not None:
         slots = read_hostfile(request.hostfile)
     else:
-        gpus = visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
+        gpus = list_visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
         slots = {"localhost": list(range(len(gpus)))}
-    return choose_slots(slots, **request.filters())
+    return choose_slots(slots, **request.get_filters())
 
 
-def _find_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it; if None, DeepSpeed asks the host for its address."""
+def _resolve_address(host: str) -> str | None:
+    """Return the host's name if other hosts can resolve it, else None; DeepSpeed then asks the host itself."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}

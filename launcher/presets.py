@@ -46,10 +46,10 @@ def init(
     preset: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PRESETS)}; default: the closest to --model.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of the model; default: the preset's.")] = None,
-    data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or Hub ID of the model; default: the preset's.")] = None,
+    data: Annotated[str | None, typer.Option(help="File, folder or Hub ID of the training data.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to fit the file to; default: all here.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to configure for; default: all here.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
@@ -87,8 +87,8 @@ def _describe_first_step(model: str | None, data: str | None, preset: str, *, is
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{shown(data)} does not exist yet; write the data there, then"
-    problem = f"warning: {shown(model)} could not be read, here or on the hub, so " if is_guess else ""
-    fix = "; check the model's name and the connection and run init again, or adjust them" if is_guess else ""
+    problem = f"warning: {shown(model)} could not be read, locally or on the Hub, so " if is_guess else ""
+    fix = "; check the model's name and the connection and run init again, or adjust the settings" if is_guess else ""
     return f"{problem}the file has the settings of the preset {preset}{fix}; next:"
 
 
@@ -104,7 +104,7 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
 
 
 def _is_readable(model: str | None, data: str | None) -> bool:
-    """Return whether the data is on this machine, and the model's configuration is here or on the hub."""
+    """Return whether the data is on this machine, and the model's configuration is here or on the Hub."""
     from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, HTTPError
     from huggingface_hub.utils import build_hf_headers
@@ -122,7 +122,7 @@ def _is_readable(model: str | None, data: str | None) -> bool:
 
 
 def find_nearest_preset(model: str) -> str:
-    """Return the preset of this model or its family by name, otherwise one that suits most models."""
+    """Return the preset named like the model or its family, otherwise one that suits most models."""
     normalized = _normalize(_build_file_name(model))
     prefixes = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
     matches = (preset for name, preset in prefixes.items() if normalized.startswith(_normalize(name)))
@@ -141,7 +141,7 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
     path = CONFIGS / f"{PRESETS[preset]}.yaml"
     if not path.is_file():
         raise UserError(
-            f"--preset {preset}: {path} is missing; presets are only in a source checkout; clone the repository"
+            f"--preset {preset}: {path} is missing; presets exist only in a source checkout; clone the repository"
         )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from launcher.plan import CommandBuilder, Plan, Request, plan, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
-from launcher.targets.hostfile import Slots, find_unreachable
+from launcher.targets.hostfile import Slots, detect_unreachable_hosts
 from launcher.targets.local import build_local_command
-from launcher.targets.slurm import Allocation, build_srun_command, find_lost_nodes
+from launcher.targets.slurm import Allocation, build_srun_command, detect_lost_nodes
 from trainer.config import UserError
-from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
+from trainer.contract.default_ranks import CPU_RANKS, list_installed_gpus
 from trainer.contract.rendezvous import free_port
 
 
@@ -26,14 +26,14 @@ class RestartPlan:
 
 
 class RankSlots:
-    """Holds the slots of this machine, hosts or a SLURM job, numbered by rank in the first start; plans restarts."""
+    """Slots of this machine, hosts or SLURM job, numbered by rank in the first start; plans restarts on them."""
 
     def __init__(self, request: Request, logs: Path, build: CommandBuilder) -> None:
         self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
         options = build.keywords
         self._numbers: list[int] = list(options.get("gpus", ()))[: request.num_gpus]
-        # A GPU's number changes when another one fails; its identifier does not.
-        identifiers = installed_gpus() if self._numbers else []
+        # A GPU's index changes when another GPU fails; its identifier does not.
+        identifiers = list_installed_gpus() if self._numbers else []
         self._gpus = [identifiers[number] for number in self._numbers]
         self._host_slots = _flatten(options.get("slots", {}))
         self._allocation: Allocation | None = options.get("allocation")
@@ -53,7 +53,7 @@ class RankSlots:
         return name, frozenset({slot})
 
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Plan a restart on the largest number of available slots that divides `total`, or on all of them if None.
+        """Plan a restart on the largest number of available slots that divides `total`, or on all if `total` is None.
 
         Skips `excluded` and prints what is unavailable. Raises UserError if no slot is available.
         """
@@ -70,7 +70,7 @@ class RankSlots:
         return RestartPlan(planned, tuple(range(ranks)), ranks)
 
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        current = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
+        current = {identifier: number for number, identifier in enumerate(list_installed_gpus())} if self._gpus else {}
         all_slots = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
         usable = [slot for slot in all_slots if not self._gpus or self._gpus[slot] in current]
         if missing := [str(self._numbers[slot]) for slot in all_slots if slot not in usable]:
@@ -88,7 +88,7 @@ class RankSlots:
         self, host_slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None
     ) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in host_slots))
-        if missing := find_unreachable(hosts, Path.cwd()):
+        if missing := detect_unreachable_hosts(hosts, Path.cwd()):
             say(f"not reachable by ssh: {', '.join(missing)}")
         available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host not in missing]
         available = available[: len(self._host_slots)]
@@ -104,7 +104,7 @@ class RankSlots:
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Choose how many nodes and ranks per node give the most ranks; srun needs equal numbers on all nodes."""
-        lost, size = find_lost_nodes(allocation), allocation.ranks_per_node
+        lost, size = detect_lost_nodes(allocation), allocation.ranks_per_node
         if lost:
             say(f"lost nodes: {', '.join(lost)}")
         nodes = [
@@ -114,9 +114,9 @@ class RankSlots:
         ]
         if not nodes:
             raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available; submit the job again")
-        # Among shapes with the same number of ranks, the last one wins, which uses the fewest nodes.
-        shapes = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
-        count, ranks = shapes[find_largest_divisor(shapes, total)]
+        # Of layouts with the same number of ranks, the dict keeps the last, which uses the fewest nodes.
+        layouts = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
+        count, ranks = layouts[find_largest_divisor(layouts, total)]
         reduced = replace(
             allocation, nodes=tuple(allocation.nodes[node] for node in nodes[:count]), ranks_per_node=ranks
         )
@@ -132,5 +132,5 @@ def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:
-    """Return the largest of `numbers` that divides `total`, or of all if `total` is None; 0 if none divides it."""
+    """Return the largest of `numbers` that divides `total`, 0 if none does; if `total` is None, the largest of all."""
     return max((number for number in numbers if total is None or total % number == 0), default=0)

@@ -1,7 +1,7 @@
 """`zerolora scu-train`: run `zerolora train` with the flags and defaults of the published SCU guide.
 
-The flags (trainer/config/scu_flags.py) become OUTPUT/logs/scu-train.yaml, which `zerolora train` runs. Its output is
-also written to OUTPUT/logs/cuda_optimized_training.log.
+The flags (trainer/config/scu_flags.py) are converted to OUTPUT/logs/scu-train.yaml, which `zerolora train` runs. Its
+output is also written to OUTPUT/logs/cuda_optimized_training.log.
 """
 
 import argparse
@@ -40,13 +40,13 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replace this process with `zerolora train`; return an exit code only for a check or a dry run."""
+    """Replace this process with `zerolora train`; return only after an error, a check or a dry run."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
     overrides = list(options.overrides)
     tree = load_resumed_settings(options)
-    text = dump(build_settings(options, *_find_data(options)) if tree is None else tree)
+    text = dump(build_settings(options, *_prepare_data(options)) if tree is None else tree)
     with tempfile.TemporaryDirectory() as folder:
         # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE
@@ -77,7 +77,7 @@ def check_requirements(output: Path) -> int:
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
 
 
-def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
+def _prepare_data(options: argparse.Namespace) -> tuple[str, str | None]:
     if options.data is not None:
         return options.data, None
     result = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
@@ -88,7 +88,7 @@ def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _copy_output_to(log: Path) -> None:
-    """From now on, append the output of this process to a log, in addition to printing it."""
+    """Append all further output of this process to a log, in addition to printing it."""
     for descriptor in (1, 2):
         copier = subprocess.Popen(
             ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True

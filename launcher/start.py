@@ -20,12 +20,12 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, restore_terminal, say, share_stdout, show
 from launcher.targets.local import write_environment
-from launcher.targets.slurm import can_be_requeued, find_lost_nodes
+from launcher.targets.slurm import can_be_requeued, detect_lost_nodes
 from trainer.config import LoadedConfig, RunConfig, UserError
 from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFile, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
-from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.known_versions import installed_version
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.rank_arguments import encode_command
@@ -44,7 +44,7 @@ def start(
 ) -> int:
     """Check the run, tokenize its data, run the ranks, and return the exit code.
 
-    `flags` are options of the ranks' console. `is_job_start` records this as a start of a SLURM job.
+    `flags`: console options for the ranks. `is_job_start`: record this as a start of a SLURM job.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
@@ -55,11 +55,11 @@ def start(
     build, reach = plan(request, logs)
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:
-        print(command.shell())
+        print(command.format_shell())
         say("note: model and data were not checked; to check them, run `zerolora validate`")
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
-    refuse_if_held(run_dir, resumes=resumes)
+    check_not_locked(run_dir, resumes=resumes)
     show(f"zerolora {get_version()}: {arguments[0]}")
     from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
 
@@ -71,7 +71,7 @@ def start(
         if prestarted is not None:
             code = prestarted.wait_for_checks(hang_timeout)
         else:
-            # On this machine, for ranks elsewhere. Prints only its progress; rank 0 prints notes and warnings later.
+            # Check here, on behalf of remote ranks. Print only progress; rank 0 prints notes and warnings later.
             prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={command.ranks}"]
             code = run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
         if code:
@@ -107,7 +107,7 @@ class Attempts:
     ) -> None:
         """Use `planned` and the `prestarted` ranks for the first start; restarts choose among `slots`.
 
-        `screen` is the descriptor to which rank 0 on this machine writes.
+        `screen` is the file descriptor to which rank 0 writes if it runs on this machine.
         """
         self._arguments, self._training, self._prestarted = arguments, config.training, prestarted
         self._adapters, self._screen = config.adapters, screen
@@ -144,7 +144,7 @@ class Attempts:
                 return Ending(1)
             settings += batch_settings
         with nullcontext() if reach is None else ConsoleFile(self._logs) as console:
-            console_arguments = ["--console", str(self._screen)] if console is None else console.arguments()
+            console_arguments = ["--console", str(self._screen)] if console is None else console.build_arguments()
             arguments = [*self._arguments, *settings, *console_arguments]
             command = build(arguments)
             self._full_size = self._full_size or command.ranks
@@ -155,7 +155,7 @@ class Attempts:
             show(f"starting {format_count(command.ranks, 'rank')}{device}")
             # Prestarted ranks take part in the first attempt only.
             ranks = self._prestarted
-            release = partial(ranks.release, arguments) if ranks is not None and ranks.is_waiting else None
+            release = partial(ranks.start_training, arguments) if ranks is not None and ranks.is_waiting else None
             minutes = self._training.hang_timeout
             supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=release)
             code = supervisor.run()
@@ -166,7 +166,7 @@ class Attempts:
         return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
 
     def _plan_restart(self) -> tuple[CommandBuilder, Reach | None, list[str]]:
-        """Plan a start of the available ranks; return it with the settings that preserve the global batch.
+        """Plan a restart on the available slots; return the plan and the settings that preserve the global batch.
 
         With `training.elastic`, uses the largest number of ranks that divides the global batch, otherwise the initial
         number. Raises UserError if too few slots are available.
@@ -223,7 +223,7 @@ def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:
     if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
         return code
-    lost = find_lost_nodes(reach.allocation)
+    lost = detect_lost_nodes(reach.allocation)
     if not lost:
         return code
     say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")

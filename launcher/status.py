@@ -40,7 +40,7 @@ def status(
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: SLURM does not know it, or no longer does; pass the folder of its run")
+            raise UserError(f"job {target}: unknown to SLURM, which forgets old jobs; pass the folder of its run")
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
@@ -154,14 +154,14 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
     if codes == {0}:
         return "done"
     if failed is not None and None not in codes:
-        return f"ended with {failed}"
+        return f"exited with code {failed}"
     if end_state is not None:
         return f"ended with its job ({end_state})"
     slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
     if describe_live_holder(run) is None:
-        # A run that ended by itself released its lock; some ranks may have had no time to record their exit code.
+        # A run that was not killed has released its lock; some ranks may have had no time to record an exit code.
         was_killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
-        state = "killed" if was_killed else f"ended with {failed}"
+        state = "killed" if was_killed else f"exited with code {failed}"
         return f"{state}, rank {slowest.rank} at {slowest.describe_position()}"
     silence_s = time.time() - max(beat.time for beat in beats)
     if silence_s > RECENT_S:

@@ -30,14 +30,14 @@ SIGNAL_LEAD_S = 60
 MIN_TRAINING_S = 30
 MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
-ARRAY_FORM = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
+ARRAY_FORMAT = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
 _SHORT = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
 """The short options of sbatch that have a value."""
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
-    """Return sbatch's options, omitting those that are None. Raises UserError for empty and multi-line ones."""
+    """Return sbatch's options, without those that are None. Raises UserError for empty or multi-line values."""
     for name, value in options.items():
         if isinstance(value, str) and not value.strip():
             raise UserError(f"--{name} {value!r}: must not be empty; omit it to use SLURM's default")
@@ -74,7 +74,7 @@ def parse_time_limit(time: str) -> int | None:
     if match["days"]:
         hours, minutes, seconds = [*rest, 0, 0][:3]
     else:
-        # One number means minutes, two mean minutes and seconds.
+        # One number means minutes; two mean minutes and seconds.
         hours, minutes, seconds = rest if len(rest) == 3 else [0, *rest, 0][:3]
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
@@ -85,7 +85,7 @@ def parse_task_ranges(tasks: str) -> list[range]:
     for part in tasks.split(","):
         match = _TASKS.fullmatch(part)
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise UserError(f"--array {tasks}: {ARRAY_FORM}")
+            raise UserError(f"--array {tasks}: {ARRAY_FORMAT}")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         ranges.append(range(first, last + 1, max(step, 1)))  # not a list of numbers, which may be millions
     return ranges
@@ -94,7 +94,7 @@ def parse_task_ranges(tasks: str) -> list[range]:
 def _check_array(array: str | None, lines: list[str]) -> None:
     if array is not None:
         if "%" in array and not re.fullmatch("[1-9][0-9]*", array.partition("%")[2]):
-            raise UserError(f"--array {array}: {ARRAY_FORM}")
+            raise UserError(f"--array {array}: {ARRAY_FORMAT}")
         last = max(tasks[-1] for tasks in parse_task_ranges(array.partition("%")[0]))
         if lines and last >= len(lines):
             raise UserError(f"--array {array}: the sweep has {len(lines)} runs; use 0 to {len(lines) - 1}")
@@ -129,7 +129,7 @@ def submit(
     settings = list(overrides or [])
     run_dir = Path(load_config(config, settings).config.output_dir).absolute()
     lines = expand_sweep(sweep or [], run_dir, settings)
-    load_runs(config, settings, lines)
+    load_run_configs(config, settings, lines)
     _check_array(array, lines)
     check_job(time, grace, gpus_per_node, ranks_per_node)
     array = array or (f"0-{len(lines) - 1}" if lines else None)
@@ -205,7 +205,7 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
-    """Return the settings of each run of a sweep, including its folder: one run for each combination of values.
+    """Return a line of settings, with the output folder, for each run of a sweep: one per combination of values.
 
     Raises UserError for malformed text, for settings that are also in `fixed`, and for too many runs.
     """
@@ -232,7 +232,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
     return [shlex.join([*settings, f"output_dir={run_dir / _build_folder_name(settings)}"]) for settings in runs]
 
 
-def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
+def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
     """Return the configuration of each run of a sweep.
 
     Raises UserError for invalid runs, and for two runs with the same settings or the same folder.

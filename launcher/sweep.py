@@ -16,7 +16,7 @@ from typing import IO, Annotated
 import typer
 
 from launcher.module import exec_module
-from launcher.submit import RESUME, expand_sweep, load_runs
+from launcher.submit import RESUME, expand_sweep, load_run_configs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
@@ -24,7 +24,7 @@ from trainer.config.command_line import parse_override
 from trainer.config.errors import format_count
 from trainer.config.messages import setting_type
 from trainer.config.values import accepted_types
-from trainer.contract.default_ranks import visible_gpus
+from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -90,7 +90,7 @@ def sweep(
     if slurm:
         _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
         return
-    gpus = visible_gpus()
+    gpus = list_visible_gpus()
     if together:
         runs = combine_runs(config, runs, fixed, folder, gpus, dry_run=dry_run)
     slots = split_gpus(gpus, gpus_per_run)
@@ -141,7 +141,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
     lines = expand_sweep(axes, folder, fixed)
     recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
-    for line, loaded in zip(lines, load_runs(config, fixed, lines), strict=True):
+    for line, loaded in zip(lines, load_run_configs(config, fixed, lines), strict=True):
         digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
         run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = recorded.get(str(run.folder))
@@ -223,7 +223,7 @@ def build_train_command(config: Path, run: Run, gpus_per_run: int | None) -> lis
 def train_runs(
     config: Path, runs: list[Run], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
 ) -> None:
-    """Start runs as GPUs become free, until all have ended; forward stop signals to active runs."""
+    """Start runs as GPUs become free, until all have finished; forward stop signals to active runs."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
@@ -275,7 +275,7 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
         run.log.close()
     if run.exit_code:
         where = f"; see {folder / run.name}.log" if run.log else ""
-        say(f"{run.name}: ended with exit code {run.exit_code}{where}")
+        say(f"{run.name}: exited with code {run.exit_code}{where}")
     record_runs(folder, runs)
 
 

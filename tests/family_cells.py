@@ -41,7 +41,7 @@ RELATIVE = 1e-6
 LOGITS = 1e-4
 """Largest difference of the logits of a merged model from the adapted one's, which sums in another order."""
 ROUNDING = 1e-3
-"""A larger difference is not taken for rounding, however far plain PEFT is from itself."""
+"""A larger difference of losses is not taken for rounding, however far plain PEFT is from itself."""
 NO_RESULT = "failed: no result after"
 LARGEST = 20_000_000
 RANKS = 2
@@ -124,8 +124,9 @@ class Family:
         records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         ours = [record["train/loss"] for record in records if "train/loss" in record]
         assert len(ours) == len(losses), "steps are missing"
-        worst = max(compare_losses(ours, losses), compare_adapters(self._load(run), model))
-        if not RELATIVE < worst < ROUNDING:
+        apart = compare_losses(ours, losses)
+        worst = max(apart, compare_adapters(self._load(run), model))
+        if worst <= RELATIVE or apart > ROUNDING:
             return worst, 0.0
         others, other = self._reference(kind, rows=1)
         return worst, max(compare_losses(others, losses), compare_adapters(other, model))

@@ -34,7 +34,7 @@ class Evaluation:
         self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
-        """Return the best metric, negated if higher is better, and all metrics; every rank must call it.
+        """Return `training.best_metric`, negated if higher is better, and all metrics; every rank must call it.
 
         The `first` evaluation also measures the base model's scores.
         """

@@ -23,7 +23,7 @@ from trainer.step import StepContext, StepInFlight, StepResult, train_step
 MAX_CONSECUTIVE_NONFINITE = 10
 
 
-class NonfiniteElsewhere(FloatingPointError, OtherRankFailed):
+class RemoteNonfiniteError(FloatingPointError, OtherRankFailed):
     """Raised if a loss on another rank was not finite."""
 
 
@@ -65,10 +65,10 @@ class Loop:
         self._stop = False
 
     def run(self) -> None:
-        """Train until all steps are done, a signal arrives, or early stopping; then save.
+        """Train until all steps are done, a signal arrives or early stopping triggers; then save.
 
         Raises UserError, after saving, for unusable data, which all ranks detect in the same step. On a GPU a step's
-        numbers are read during the next step, so that the GPU never waits for the host.
+        results are read during the next step, so that the GPU never idles.
         """
         self._stop_request.training = True
         self._context.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
@@ -123,7 +123,7 @@ class Loop:
     def _step(self) -> None:
         self.before_step()
         attempt = self._context.recovery.attempt
-        self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.advance(*attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:
@@ -132,7 +132,7 @@ class Loop:
         for hook in self._hooks:
             hook.before_step(self.position.step + 1)
 
-    def follow(self, launched: StepInFlight, consumed: int) -> None:
+    def advance(self, launched: StepInFlight, consumed: int) -> None:
         """Advance the position by a launched step, which used `consumed` samples over all ranks."""
         context, position = self._context, self.position
         for hook in self._hooks:
@@ -209,7 +209,7 @@ class Loop:
         self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """Raise FloatingPointError if a step was not finite and the run must stop; such a step changes no weights."""
+        """Raise FloatingPointError if a non-finite step must stop the run; such a step changes no weights."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
@@ -224,9 +224,9 @@ class Loop:
         if result.nonfinite_ranks and not result.own_is_nonfinite:
             rank = result.nonfinite_rank
             ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
-            raise NonfiniteElsewhere(f"step {step}: {ranks} had a loss that is not finite; no weight was changed by it")
+            raise RemoteNonfiniteError(f"step {step}: {ranks} had a loss that is not finite; it changed no weights")
         raise FloatingPointError(
-            f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
+            f"step {step}: the loss or a gradient is not finite; it changed no weights. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
             "`zerolora inspect`"
         )

@@ -27,7 +27,7 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.scu.controller import Steering
 from trainer.scu.steering import check_start, fit_to_target, start_steering
 from trainer.setup.build import Builder
-from trainer.setup.joining import join
+from trainer.setup.joining import join_run
 from trainer.step import StepContext
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
@@ -62,9 +62,9 @@ class Run:
     loop: Loop
     evaluation: Evaluation
     resident: int
-    """Bytes on the GPU once the engine has started, which remain there for the whole run."""
+    """GPU memory in bytes that is allocated once the engine has started, and stays allocated."""
     peak: int
-    """Peak bytes over all ranks."""
+    """Peak GPU memory in bytes, the maximum over all ranks."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Run:
         self._loss_after = after
 
     def _join(self) -> None:
-        joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
+        joined = join_run(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
         self.precision, self.memory, self.task, self.total_steps = joined
         self.device, self.config = self.ranks.device(), self.memory.config
         decisions = self.memory.decisions

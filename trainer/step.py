@@ -79,7 +79,7 @@ class StepContext:
 
 
 class StepInFlight:
-    """A launched step; its numbers are copied from the device while the host launches the next step."""
+    """A launched step; its results are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, a vector in fp64 on the device.
@@ -98,7 +98,7 @@ class StepInFlight:
 
     @property
     def on_device(self) -> bool:
-        """Whether `result` may have to wait for a GPU."""
+        """Whether `result` synchronizes with a GPU."""
         return self._ended is not None
 
     def result(self) -> StepResult:
@@ -130,7 +130,7 @@ def train_step(
 ) -> StepInFlight:
     """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank did.
+    `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank requested one.
     `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
     """
     engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
@@ -200,7 +200,7 @@ def _sum_counts(batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, 
 
 
 def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
-    """Clip gradients and skip non-finite ones at stage 0 in 32 bits, where DeepSpeed does not wrap the optimizer.
+    """Clip gradients and skip non-finite ones at stage 0 in fp32, where DeepSpeed does not wrap the optimizer.
 
     Returns the norm, or None for other engines. torch's AdamW ignores parameters without gradients, so dropping the
     gradients skips the step.

@@ -30,15 +30,15 @@ from launcher.doctor.this_host import (
     check_port,
 )
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
-from launcher.supervision.processes import end_sessions
+from launcher.supervision.processes import kill_sessions
 from launcher.supervision.remote import SshReach
-from launcher.targets.hostfile import SSH, find_unreachable
+from launcher.targets.hostfile import SSH, detect_unreachable_hosts
 from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import format_count, printable
 from trainer.config.files import UnreadableFile, parse_json
-from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
+from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
 from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import host_name
 from trainer.contract.standard_streams import PROGRESS
@@ -70,7 +70,7 @@ def doctor(
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
-        checks = check_this_host(loaded, arguments, num_gpus or len(visible_gpus()) or CPU_RANKS, port=None)
+        checks = check_this_host(loaded, arguments, num_gpus or len(list_visible_gpus()) or CPU_RANKS, port=None)
         typer.echo(f"{MARK}{host_name()} {json.dumps([asdict(check) for check in checks])}")
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
@@ -82,7 +82,7 @@ def doctor(
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
-    per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
+    per_host = request.num_gpus or len(list_visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
@@ -108,13 +108,13 @@ def check_this_host(
     checks = [*check_packages(), check_bytecode(), *check_driver(), *check_locks(), check_port(port)]
     probed, need = run_probe(arguments, ranks)
     return [
-        *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
+        *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(list_visible_gpus()))
     ]  # fmt: skip
 
 
 def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> list[Check]:
     if chosen == "slurm":
-        if not in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
+        if not is_in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return []
         allocation = read_allocation(
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
@@ -127,7 +127,7 @@ def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) 
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
-    """Run the checks that need torch in a child process; return them and the estimated needs in bytes."""
+    """Run the checks that need torch in a child process; return them, and the estimated memory and disk in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
@@ -140,12 +140,12 @@ def check_ranks(command: Command) -> list[Check]:
     PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
     output, problem = _run(command, RANKS_PATIENCE_S)
     if output is None:
-        return [Check("ranks", "FAIL", problem, f"run this yourself: {command.shell()}")]
+        return [Check("ranks", "FAIL", problem, f"to see all output, run {command.format_shell()}")]
     return [Check(**check) for check in output["checks"]]
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Return the JSON that a command prints after MARK; if there is none, return None and the end of the output."""
+    """Run a command; return the JSON that it prints after MARK, or None and a description of the problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -155,8 +155,8 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
             time.sleep(POLL_S)
         still_running = [process for process in processes if process.poll() is None]
         for process in still_running:
-            process.terminate()  # makes srun and mpirun end their ranks
-        end_sessions([process.pid for process in processes])
+            process.terminate()  # makes srun and mpirun stop their ranks
+        kill_sessions([process.pid for process in processes])
         codes = [process.wait() for process in processes]
         output.seek(0)
         printed = output.read().decode(errors="replace")
@@ -167,7 +167,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
     lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(still_running) == len(processes):
-        return None, f"no answer within {patience_s:g} s"
+        return None, f"no response within {patience_s:g} s"
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
@@ -203,7 +203,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
     """Check that ssh reaches every host without a password, and finds this Python and the working directory there."""
-    problems = find_unreachable(hosts, Path.cwd())
+    problems = detect_unreachable_hosts(hosts, Path.cwd())
     for host in hosts:
         if host in problems:
             fix = f"`ssh {host} hostname` must work without a password"
@@ -234,7 +234,7 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
         problem = f"the checks on this host failed: {output.splitlines()[-1][:300]}"
-        checks += parse_answer(result.stdout, host) or [
+        checks += parse_doctor_output(result.stdout, host) or [
             Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
     return [check for check in checks if check.host != host_name()]
@@ -244,8 +244,8 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
-def parse_answer(printed: str, host: str) -> list[Check]:
-    """Return the checks that the doctor of a host printed after MARK; none if they are missing or damaged."""
+def parse_doctor_output(printed: str, host: str) -> list[Check]:
+    """Return the checks that the doctor of a host printed after MARK; an empty list if missing or damaged."""
     with suppress(UnreadableFile):
         name, _, text = printed.rpartition(MARK)[2].partition("\n")[0].partition(" ")
         return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]
@@ -258,6 +258,6 @@ def _run_captured(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             command, capture_output=True, text=True, timeout=HOST_PATIENCE_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no answer within {HOST_PATIENCE_S:g} s")
+        return subprocess.CompletedProcess(command, 124, "", f"no response within {HOST_PATIENCE_S:g} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.supervision.build_locks import extensions_folder, find_locks
+from launcher.supervision.build_locks import find_locks, get_extensions_folder
 from trainer.config import RunConfig
 from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
@@ -29,7 +29,7 @@ GIB = 2**30
 SMI_TIMEOUT_S = 60.0
 # Oldest compute capability that torch's builds and the operators support.
 MIN_CAPABILITY = (7, 0)
-# A 1B model in 4 bits needs a GPU that is sold with 8 GB, which are decimal.
+# A 1B model in 4 bits needs a GPU that is sold as 8 GB (decimal).
 MIN_GPU_MIB = 8e9 / 2**20
 # For Granite 4.0 H and Falcon H1; unless both are installed, transformers computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
@@ -95,7 +95,7 @@ def check_driver() -> Iterator[Check]:
         listing = _run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
         driver_cuda = re.search(r"CUDA Version: *(\d+)\.(\d+)", _run_nvidia_smi().stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Check("driver", "FAIL", f"nvidia-smi does not answer ({error})", fix)
+        yield Check("driver", "FAIL", f"nvidia-smi does not respond ({error})", fix)
         return
     if listing.returncode or not listing.stdout.strip():
         words = (listing.stdout + listing.stderr).strip().splitlines() or ["no GPU"]
@@ -113,7 +113,7 @@ def check_driver() -> Iterator[Check]:
         yield Check("CUDA", "FAIL", "this torch was built without CUDA", fix)
     elif driver_cuda is not None and int(driver_cuda.group(1)) < int(torch_cuda.partition(".")[0]):
         supported = f"{driver_cuda.group(1)}.{driver_cuda.group(2)}"
-        problem = f"torch was built for {torch_cuda}, and the driver supports at most {supported}"
+        problem = f"torch was built for CUDA {torch_cuda}, but the driver supports at most {supported}"
         yield Check("CUDA", "FAIL", problem, "update the driver")
 
 
@@ -141,7 +141,7 @@ def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator[Check]:
-    folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
+    folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": get_extensions_folder()}
     if config is not None:
         folders = {
             "output_dir": Path(config.output_dir),
@@ -177,7 +177,7 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     failed_state: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
     per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
-    needed, estimated = ranks * per_rank, "by the estimate" if need else "before any model"
+    needed, estimated = ranks * per_rank, "(estimate)" if need else "without the model"
     description = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
     fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
@@ -188,13 +188,13 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
     description = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
-    fix = "remove files of earlier runs; in a container start it with --shm-size=8g"
+    fix = "remove files of earlier runs; start containers with --shm-size=8g"
     yield Check("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
 
 
 def check_locks() -> Iterator[Check]:
     """Check for locks left by killed builds, which block every later build."""
-    root = extensions_folder()
+    root = get_extensions_folder()
     locks = find_locks(root)
     for lock in locks:
         if lock.holder is not None:
@@ -209,8 +209,8 @@ def check_locks() -> Iterator[Check]:
 def check_port(port: int | None) -> Check:
     """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
-        return Check("port", "OK", "a free port is chosen at the start, unless --master-port is set")
+        return Check("port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port")
     if reason := find_port_problem(port):
-        fix = "use another --master-port, or end the process that listens there"
+        fix = "use another --master-port, or stop the process that listens on this one"
         return Check("port", "FAIL", f"{port} on {host_name()} is taken ({reason})", fix)
     return Check("port", "OK", f"{port} is free on {host_name()}")

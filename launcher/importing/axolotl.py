@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import UNSET, Foreign, Translation, load_table, read_tables, split_names
+from launcher.importing.translation import UNSET, ForeignConfig, Translation, load_table, read_tables, split_names
 from trainer.config.data_sections import SourceSection
 
 KEYS = load_table("axolotl")
@@ -17,7 +17,7 @@ PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
 END_OF_TURN = "only the token that ends a trained turn is trained on"
 
 
-def translate(foreign: Foreign) -> Translation:
+def translate(foreign: ForeignConfig) -> Translation:
     t = Translation(foreign, KEYS)
     set_model(t)
     set_adapter(t)
@@ -37,11 +37,11 @@ def translate(foreign: Foreign) -> Translation:
 def set_model(t: Translation) -> None:
     common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
-        t.refuse("model_quantization_config", "training weights in this format is not supported; use the 16-bit model")
+        t.reject("model_quantization_config", "training weights in this format is not supported; use the 16-bit model")
     for plugin in split_names(t.get("plugins")):
         for part, reason in PLUGINS_REFUSED.items():
             if f".{part}" in plugin:
-                t.refuse("plugins", f"{plugin}: {reason}")
+                t.reject("plugins", f"{plugin}: {reason}")
     common.set_attention(
         t, "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention",
         "eager_attention", "sage_attention",
@@ -61,7 +61,7 @@ def set_adapter(t: Translation) -> None:
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
     if t.get_setting("adapter") == "none":
         if t.get("unfrozen_parameters"):
-            t.refuse("unfrozen_parameters", "training some of the weights is not supported; use adapter: lora")
+            t.reject("unfrozen_parameters", "training some of the weights is not supported; use adapter: lora")
     elif t.get("load_in_4bit") or t.get("load_in_8bit") or loftq:
         t.put("adapter", "qlora", "adapter", "load_in_4bit")
     if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.get_setting("adapter") != "none":
@@ -74,15 +74,15 @@ def set_adapter(t: Translation) -> None:
     pattern = t.get("lora_target_modules")
     common.set_default_targets(t, "adapter")
     if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
-        names = find_names(pattern)
+        names = extract_names(pattern)
         t.put("lora.target_modules", names or [pattern], "lora_target_modules")
         if names:
             t.note("lora_target_modules", "the pattern becomes a list of names, matched only in the language model")
     common.set_experts(t)
 
 
-def find_names(pattern: str) -> list[str]:
-    """Return the module names in a pattern of paths: `q_proj` and `k_proj` for `.*(q|k)_proj`."""
+def extract_names(pattern: str) -> list[str]:
+    """Return the module names in a regex of module paths: `q_proj` and `k_proj` for `.*(q|k)_proj`."""
     groups = re.findall(r"\(([\w|]+)\)(_proj)", pattern)
     single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
     return list(dict.fromkeys([part + end for parts, end in groups for part in parts.split("|")] + single))
@@ -91,14 +91,14 @@ def find_names(pattern: str) -> list[str]:
 def set_training(t: Translation) -> None:
     min_ratio = t.get("cosine_min_lr_ratio")
     if min_ratio is not None and not 0 <= min_ratio <= 1:
-        t.refuse("cosine_min_lr_ratio", "must be between 0 and 1")
+        t.reject("cosine_min_lr_ratio", "must be between 0 and 1")
     elif min_ratio == 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
     elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
         t.put("training.min_lr_ratio", min_ratio, "cosine_min_lr_ratio")
     if (total := t.get("batch_size")) and t.get("gradient_accumulation_steps"):
-        t.refuse("batch_size", "gradient_accumulation_steps is set as well; remove one of them")
+        t.reject("batch_size", "gradient_accumulation_steps is set as well; remove one of them")
     elif total:
         steps = max(1, total // max(1, t.get("micro_batch_size", 1)))
         t.put("training.gradient_accumulation_steps", steps, "batch_size")
@@ -126,7 +126,7 @@ def set_data(t: Translation) -> None:
     if streamed:
         (at, entry), *others = list_entries(t, "pretraining_dataset")
         if others:
-            t.refuse("pretraining_dataset", "several streamed sources are not supported; list them in dataset.mix")
+            t.reject("pretraining_dataset", "several streamed sources are not supported; list them in dataset.mix")
         t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
@@ -137,7 +137,7 @@ def set_data(t: Translation) -> None:
         if len(held_out) > 1:
             t.note_unsupported("test_datasets", f"only the first of {len(held_out)} is used")
         if t.get("val_set_size"):
-            t.refuse("val_set_size", "test_datasets is also set; remove one of them")
+            t.reject("val_set_size", "test_datasets is also set; remove one of them")
         t.put("dataset.evaluation", held_out[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
@@ -161,7 +161,7 @@ def check_media(t: Translation) -> None:
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
     has_processor = t.get("processor_type") and t.get("skip_prepare_dataset")
     if re.search(r"(?<![a-z])(audio|librispeech)(?![a-z])", paths):
-        t.refuse("datasets", common.VISION)
+        t.reject("datasets", common.VISION)
     elif has_processor or re.search(r"(?<![a-z])(llava|images?|vision|vqa)(?![a-z])", paths):
         common.check_images(t, "base_model")
         t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
@@ -250,7 +250,7 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
         return t.get(name), name
     values = [(entry[name], f"{at}.{name}") for at, entry in list_entries(t) if name in entry]
     if any(value != values[0][0] for value, _ in values):
-        t.refuse("datasets", f"{name} differs between sources; it must be the same for all")
+        t.reject("datasets", f"{name} differs between sources; it must be the same for all")
     return values[0] if values else (None, "datasets")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel, ValidationError
 
-from launcher.importing.translation import Foreign, Translation
+from launcher.importing.translation import ForeignConfig, Translation
 from launcher.supervision.terminal import say
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.load import load_text, recognize_trainer
@@ -88,7 +88,7 @@ def drop_unused_settings(translation: Translation) -> None:
                 )
 
 
-def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
+def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
     """Read another trainer's configuration as that trainer would. Raises UserError for other files."""
     file = read_yaml(path, Yaml11Loader)
     tree = {str(name): value for name, value in file.tree.items()}
@@ -107,7 +107,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         )
     if trainer == "LLaMA-Factory" and file.mistakes:  # LLaMA-Factory cannot read it either
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
-    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines)
+    return ForeignConfig(trainer, str(path), tree, path.absolute().parent, path, file.lines)
 
 
 WIDTH = 118
@@ -126,14 +126,14 @@ def format_yaml(translation: Translation, name: str) -> str:
     return "\n".join([f"# zerolora train {_escape(name)}", *lines]) + "\n"
 
 
-def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
+def _format_remarks(foreign: ForeignConfig, head: str, remarks: list[tuple[str, str]]) -> list[str]:
     lines = ["#", f"# {head}"] if remarks else []
     for name, text in dict.fromkeys(remarks):
         lines += _wrap_comment("#   ", f"{_describe_origin(foreign, (name,))}: {text}", "#     ")
     return lines
 
 
-def _describe_origin(foreign: Foreign, names: tuple[str, ...]) -> str:
+def _describe_origin(foreign: ForeignConfig, names: tuple[str, ...]) -> str:
     """Return where a remark comes from, such as `line 12, sequence_len`."""
     line = foreign.find_line(names[0])
     return f"line {line}, {', '.join(names)}" if line else ", ".join(names)

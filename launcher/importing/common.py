@@ -51,7 +51,7 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
     """
     for name in names:
         if isinstance(weight := t.get(name), int | float) and weight < 0:
-            t.refuse(name, "must be 0 or more")
+            t.reject(name, "must be 0 or more")
     t.put("task", "reward" if losses is None else "preference", *names)
     t.drop("preference." if losses is None else "reward.")
     if losses is not None:
@@ -64,17 +64,17 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
 
 def check_model(t: Translation, name: str) -> None:
-    """Require a model, and refuse it if its name contains an unsupported quantization format."""
+    """Require a model, and reject it if its name contains an unsupported quantization format."""
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
     if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
-        t.refuse(name, f"its weights are in {match.group(1)}, which is not supported; use the 16-bit model")
+        t.reject(name, f"its weights are in {match.group(1)}, which is not supported; use the 16-bit model")
 
 
 def check_images(t: Translation, name: str) -> None:
-    """Refuse models, recognized by name, that zerolora cannot train on images."""
+    """Reject models that zerolora cannot train on images, recognized by their names."""
     if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
-        t.refuse(name, REASONS["images"])
+        t.reject(name, REASONS["images"])
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:
@@ -93,7 +93,7 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 def set_precision(t: Translation, default: str = "auto") -> None:
     bf16, fp16 = t.get_first("bf16", "bfloat16"), t.get_first("fp16", "float16")
     if bf16 in (True, "full") and fp16:
-        t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is also set; remove one of them")
+        t.reject("fp16" if t.get("fp16") else "float16", "bf16 is also set; remove one of them")
     if t.get("pure_bf16") or bf16 in (True, "full"):
         chosen = "bf16"
     elif bf16 == "auto" or (bf16 is None and not fp16):
@@ -104,12 +104,12 @@ def set_precision(t: Translation, default: str = "auto") -> None:
 
 
 def set_attention(t: Translation, *names: str) -> None:
-    """Set the attention implementation: keep eager and sdpa; replace others with auto, with equal results."""
+    """Set the attention implementation: keep eager and sdpa; replace others with auto, which gives the same results."""
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
     if not re.fullmatch(ATTENTION, str(t.get(name))):
-        t.refuse(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the hub")
+        t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
@@ -117,15 +117,15 @@ def set_attention(t: Translation, *names: str) -> None:
 
 
 def check_bits(t: Translation) -> None:
-    """Refuse a base in both 4 and 8 bits, as bitsandbytes does."""
+    """Reject load_in_4bit together with load_in_8bit, as bitsandbytes does."""
     if t.get("load_in_4bit") and t.get("load_in_8bit"):
-        t.refuse("load_in_8bit", "load_in_4bit is also set; remove one of them")
+        t.reject("load_in_8bit", "load_in_4bit is also set; remove one of them")
 
 
 def set_bits(t: Translation, name: str) -> None:
     bits = t.get(name)
     if bits not in (None, 4, 8):
-        t.refuse(name, "must be 4 or 8; for 16 bits, remove it")
+        t.reject(name, "must be 4 or 8; for 16 bits, remove it")
     elif bits and t.get_setting("adapter") == "lora":
         t.put("adapter", "qlora", name, "finetuning_type", "peft_config.name")
     if bits == 8 and t.get_setting("adapter") == "qlora":
@@ -140,7 +140,7 @@ def set_default_targets(t: Translation, name: str) -> None:
 
 
 def set_experts(t: Translation) -> None:
-    """Adapt fused experts (stored as one tensor) only if they are named, because PEFT's all-linear excludes them."""
+    """Adapt fused experts (stored as one tensor) only if named explicitly: PEFT's all-linear excludes them."""
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):
@@ -153,9 +153,9 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
     steps, per_epoch = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):
         if strategy != "no" and t.get(key, 0) < 0:
-            t.refuse(key, "must be 0 or more")
+            t.reject(key, "must be 0 or more")
     if steps and per_epoch:
-        t.refuse(f"{kind}s_per_epoch", f"{kind}_steps is also set; remove one of them")
+        t.reject(f"{kind}s_per_epoch", f"{kind}_steps is also set; remove one of them")
     chosen = default
     if strategy == "no" or per_epoch == 0 or steps == 0:
         chosen = ("steps", 0)
@@ -223,7 +223,7 @@ def set_distribution(t: Translation) -> None:
         name = "fsdp" if options is None else "fsdp_config"
         if isinstance(options, str):
             if t.foreign.find(options) is None:
-                t.refuse(name, "no such file; copy it here, or write its keys below fsdp_config")
+                t.reject(name, "no such file; copy it here, or write its keys below fsdp_config")
             options = read_file(t, name, options, PARTITION["fsdp_config"])
         set_fsdp(t, name, options or {})
     if (value := t.get("deepspeed")) is not None:
@@ -233,7 +233,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file that a key names, as `kind`; return None if it is missing, or report damage and return None."""
+    """Read the file of the key `name` as `kind`; return None if it is missing, or invalid after reporting an error."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -241,13 +241,13 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
         is_yaml = file.suffix in (".yaml", ".yml")
         content = read_yaml(file, Yaml11Loader).tree if is_yaml else read_json(file, Any)
     except UserError as error:
-        t.refuse(name, str(error))
+        t.reject(name, str(error))
         return None
     return convert_part(t, name, path, "", kind, content)
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert a value of the file that a key names to `kind`; report an error and return None if it does not fit."""
+    """Convert `value`, from the file of the key `name`, to `kind`; if it does not match, report it and return None."""
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
@@ -255,7 +255,7 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
 
     converted = convert(kind, value, at, report)
     if problems:
-        t.refuse(name, problems[0])
+        t.reject(name, problems[0])
     return None if problems else converted
 
 
@@ -301,11 +301,11 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
         set_stage(t, name, int(match.group(1)), offload)
         t.note(name, f"the file does not exist; stage {match.group(1)} is taken from its name")
     elif not re.search(r"(single|multi)_gpu", path):
-        t.refuse(name, "no such file, and its name has no ZeRO stage; copy the file here")
+        t.reject(name, "no such file, and its name has no ZeRO stage; copy the file here")
 
 
 def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | None]) -> None:
-    """Set the ZeRO stage and offloading; `offload` holds the optimizer's device, then the parameters'."""
+    """Set the ZeRO stage and offloading; `offload`: devices of optimizer and parameters."""
     optimizer, parameters = (device in ("cpu", "nvme") for device in offload)
     t.put("zero.stage", stage, name)
     if optimizer and stage:
@@ -325,12 +325,12 @@ def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     words = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
     if unknown := [word for word in words if word not in FSDP_WORDS]:
-        t.refuse("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_WORDS))}")
+        t.reject("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_WORDS))}")
     named = next((word for word in words if word.upper() in FSDP_STAGES), "FULL_SHARD")
     shards = str(settings.get("sharding_strategy", named)).upper()
     shards = [*FSDP_STAGES][int(shards) - 1] if shards in [*"12345"] else shards
     if shards not in FSDP_STAGES:
-        t.refuse(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
+        t.reject(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
     offloads = settings.get("offload_params") or "offload" in words
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import Foreign, Translation, load_table, read_kind, read_tables, split_names
+from launcher.importing.translation import ForeignConfig, Translation, load_table, read_kind, read_tables, split_names
 from trainer.config import UserError
 
 KEYS = load_table("llamafactory")
@@ -15,13 +15,13 @@ ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 """An entry of dataset_info.json."""
 
 
-def translate(foreign: Foreign) -> Translation:
+def translate(foreign: ForeignConfig) -> Translation:
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
         raise UserError(f"{foreign.label}: the format of USE_V1=1 is not supported; use the default format")
     t = Translation(foreign, KEYS)
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
-        t.refuse("do_train", common.REASONS["nothing_trained"])
+        t.reject("do_train", common.REASONS["nothing_trained"])
     if t.get("use_muon"):  # LLaMA-Factory then ignores optim
         t.put("training.optimizer", "muon", "use_muon")
     set_adapter(t)
@@ -81,10 +81,10 @@ def set_sources(t: Translation, names: list[str]) -> None:
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
-        t.refuse("dataset_dir", "a list of datasets on the hub is not supported; download it and set its local folder")
+        t.reject("dataset_dir", "a list of datasets on the hub is not supported; download it and set its local folder")
     elif file is None:
         missing = f"no {folder}/dataset_info.json in the folder of this file or a parent folder"
-        t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
+        t.reject(name, f"{missing}; pass its folder with --dataset-dir")
     else:
         info = common.read_file(t, name, str(file), {"*": Any})
         sources = [read_source(t, info, source, file) for source in names] if info is not None else []
@@ -97,7 +97,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
 
 def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key: str = "dataset") -> dict[str, Any]:
     if name not in info:
-        t.refuse(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
+        t.reject(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}
     entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
     if entry is None:
@@ -107,16 +107,16 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs; use data with ranking: true", "kto": "has no labels; use data with kto_tag"}
-        t.refuse(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
+        t.reject(key, f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
     if {"videos", "audios"} & columns.keys():
-        t.refuse(key, f"{name}: {common.VISION}")
+        t.reject(key, f"{name}: {common.VISION}")
     if "images" in columns:
         set_images(t)
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
-        t.refuse("max_samples", "must be 1 or more; remove it to use all records")
+        t.reject("max_samples", "must be 1 or more; remove it to use all records")
     if (own := entry.get("num_samples")) is not None and own < 1:
-        t.refuse(key, f"{name}: num_samples={own} must be 1 or more; remove it to use all records")
+        t.reject(key, f"{name}: num_samples={own} must be 1 or more; remove it to use all records")
     if samples := [count for count in (own, limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
@@ -133,7 +133,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
         form = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
         return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
-    t.refuse(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
+    t.reject(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
 
 
@@ -153,7 +153,7 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
         fix = "the hubs of ModelScope and Modelers are not supported; download the data"
         if not hubs:
             fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one"
-        t.refuse(key, f"{name}: {fix}")
+        t.reject(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")
     settings = {
@@ -178,7 +178,7 @@ def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, k
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }
     if "history" in fields:
-        t.refuse(key, f"{name}: history is not supported with kto_tag; write the records as messages")
+        t.reject(key, f"{name}: history is not supported with kto_tag; write the records as messages")
     return read | {"format": "unpaired", "fields": fields | {"label": label}}
 
 

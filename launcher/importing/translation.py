@@ -1,4 +1,4 @@
-"""The engine of `zerolora import`: apply a table of another trainer's keys, then rules about several keys.
+"""The core of `zerolora import`: apply a table of another trainer's keys, then rules about several keys.
 
 Every value is first converted to the type of its key in that trainer. Every key of a file results in a setting, a
 remark, an entry in the list of keys without effect, or an error.
@@ -56,13 +56,13 @@ class Key:
     kind: Any = Any
     """Type of its value, as `convert` expects it."""
     to: str = ""
-    """Our setting for its value; empty if a rule reads it."""
+    """Our setting that gets the value; empty if a rule in Python reads the key."""
     default: Any = UNSET
     """The other trainer's default, if ours differs or may change."""
     unless: tuple[Any, ...] = ()
     """Values that mean the same as omitting the key."""
     values: Mapping[str, Any] | None = None
-    """Value in lower case -> our value. Others except `false` are refused with the reason `otherwise`."""
+    """Value in lower case -> our value. Others, except `false`, are rejected with the reason `otherwise`."""
     otherwise: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Value -> what differs here."""
@@ -130,7 +130,7 @@ def _find_setting_kind(ours: str) -> Any:
 
 
 @dataclass
-class Foreign:
+class ForeignConfig:
     """A configuration of another trainer."""
 
     trainer: str
@@ -172,7 +172,7 @@ class Setting(NamedTuple):
 class Translation:
     """Collects our settings by dotted name, with remarks and errors about the keys that set them."""
 
-    def __init__(self, foreign: Foreign, table: Table) -> None:
+    def __init__(self, foreign: ForeignConfig, table: Table) -> None:
         self.foreign = foreign
         self._table = table
         self.settings: dict[str, Setting] = {}
@@ -214,7 +214,7 @@ class Translation:
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
-                self.refuse(names[0], "must not be negative")
+                self.reject(names[0], "must not be negative")
 
     def note(self, name: str, text: str) -> None:
         self.different.append((name, text))
@@ -229,13 +229,13 @@ class Translation:
         problem = "has no value; add one after it" if is_bare and problem.startswith("must be text") else problem
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
-    def refuse(self, name: str, problem: str) -> None:
+    def reject(self, name: str, problem: str) -> None:
         value = self._get_raw(name)
         self.report(name, UNSET if value in EMPTY else value, problem)
 
     def require(self, name: str, fix: str) -> None:
         if self._get_raw(name) in EMPTY:
-            self.refuse(name, f"missing; {fix}")
+            self.reject(name, f"missing; {fix}")
 
     def _get_raw(self, name: str) -> Any:
         """Return the unconverted value of a dotted name; report an error and return None if its parent is not a map."""
@@ -260,12 +260,12 @@ class Translation:
         self._values[name] = value
         word = str(value).lower()
         if key.refused:
-            self.refuse(name, key.refused)
+            self.reject(name, key.refused)
         elif key.left_out and not is_off(value) and value not in key.unless:
             self.note_unsupported(name, f"{shown(value, 60)}: {key.left_out}")
         elif key.values is not None and word not in key.values:
             if not is_off(value):
-                self.refuse(name, key.otherwise)
+                self.reject(name, key.otherwise)
         elif key.to and key.to not in self.settings and value not in key.unless:
             self.put(key.to, value if key.values is None else key.values[word], name)
             if word in key.notes:
@@ -326,10 +326,10 @@ def split_names(value: Any) -> list[str]:
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Convert a value to `kind`, and report each part that does not fit, with its dotted name.
+    """Convert a value to `kind`; report each part that does not match, with its dotted name.
 
     A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` is any other key and empty values are
-    dropped; or a tuple of kinds, of which the one that fits a map, list or scalar is used.
+    dropped; or a tuple of kinds, from which the one for a map, a list or a scalar is chosen.
     """
     forms = ""
     if isinstance(kind, tuple):

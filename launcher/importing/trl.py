@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import EMPTY, Foreign, Translation, load_table, read_tables, split_names
+from launcher.importing.translation import EMPTY, ForeignConfig, Translation, load_table, read_tables, split_names
 from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
@@ -24,7 +24,7 @@ SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
 """Scripts that train on pairs or labeled answers."""
 
 
-def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
+def read_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
     """Read the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
     at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
     script = "" if at is None else arguments[at]
@@ -42,7 +42,7 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
         raise UserError(
             f"{' '.join(arguments)}: no options found; pass one configuration file, or the whole command line"
         )
-    foreign = Foreign("TRL", script or "the command line", tree, folder, is_command_line=True)
+    foreign = ForeignConfig("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         if config is True:
             raise UserError("--config: has no value; add a file after it")
@@ -77,9 +77,9 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def translate(foreign: Foreign) -> Translation:
+def translate(foreign: ForeignConfig) -> Translation:
     """Return our settings for the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
-    script = find_script(foreign)
+    script = detect_script(foreign)
     t = Translation(foreign, SCRIPTS.get(script, KEYS))
     common.check_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
@@ -100,8 +100,8 @@ def translate(foreign: Foreign) -> Translation:
     return t
 
 
-def find_script(foreign: Foreign) -> str:
-    """Return the script that trains on pairs or labels, `dpo`, `kto` or `reward`; empty for other scripts."""
+def detect_script(foreign: ForeignConfig) -> str:
+    """Return `dpo`, `kto` or `reward` if the script trains on pairs or labels, otherwise an empty string."""
     match = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
     return match[1] if match else ""
 
@@ -110,10 +110,10 @@ def read_losses(t: Translation) -> dict[str, float]:
     names = [name.lower() for name in split_names(t.get("loss_type", "sigmoid"))]
     for name in names:
         if name not in common.PREFERENCE_LOSSES:
-            t.refuse("loss_type", f"{name}: {common.REASONS['preferences']}")
+            t.reject("loss_type", f"{name}: {common.REASONS['preferences']}")
     weights = t.get("loss_weights", [1.0] * len(names))
     if len(weights) != len(names):
-        t.refuse("loss_weights", "must have one number for each loss in loss_type")
+        t.reject("loss_weights", "must have one number for each loss in loss_type")
     losses = {common.PREFERENCE_LOSSES.get(name, "dpo"): weight for name, weight in zip(names, weights, strict=False)}
     return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
@@ -124,7 +124,7 @@ def set_adapter(t: Translation) -> None:
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
     t.put("adapter", kind, "use_peft", "load_in_4bit", "load_in_8bit")
     if kind == "none" and (four or eight):
-        t.refuse("load_in_4bit" if four else "load_in_8bit", "quantized weights cannot be trained; add --use_peft")
+        t.reject("load_in_4bit" if four else "load_in_8bit", "quantized weights cannot be trained; add --use_peft")
     if kind == "qlora" and not four:
         t.put("quantization.quant_type", "int8", "load_in_8bit")
         t.note("load_in_8bit", common.INT8)
@@ -142,7 +142,7 @@ def set_data(t: Translation) -> None:
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
-    elif "dataset.train_on" not in t.settings and not find_script(t.foreign):
+    elif "dataset.train_on" not in t.settings and not detect_script(t.foreign):
         t.put("dataset.train_on", ["all"])
         t.note("datasets" if sources else "dataset_name", WHOLE_CONVERSATIONS)
     if t.get_first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:

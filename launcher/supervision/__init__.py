@@ -1,1 +1,1 @@
-"""Start the processes of a run, watch them, and report how they ended."""
+"""Start the processes of a run, watch them, and report how they exited."""

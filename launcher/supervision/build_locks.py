@@ -21,19 +21,19 @@ NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file, and the PID of the process on this host that holds it, or None if no process does."""
+    """A lock file; `holder` is the PID of the process on this host that has it open, None if none does."""
 
     path: Path
     holder: int | None
     age_s: float
 
 
-def extensions_folder() -> Path:
+def get_extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def find_locks(root: Path) -> list[BuildLock]:
-    """Return every lock below `root`: torch's folder of extensions, or its subfolder for one Python and CUDA."""
+    """Return all locks below `root`: torch's extensions folder, or its subfolder for one Python and CUDA version."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
     holders = _find_holders(paths)
     locks = []
@@ -41,13 +41,13 @@ def find_locks(root: Path) -> list[BuildLock]:
         try:
             locks.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
         except FileNotFoundError:
-            continue  # the build has ended in the meantime
+            continue  # the build has finished in the meantime
     return locks
 
 
 def remove_stale_locks() -> None:
     """Remove the locks of killed builds, except on network file systems, and print a note for each."""
-    root = extensions_folder()
+    root = get_extensions_folder()
     for lock in find_locks(root):
         if lock.holder is None and lock.age_s > MIN_AGE_S and not _is_on_network(root):
             lock.path.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
         try:
             target = os.readlink(descriptor)
         except OSError:
-            continue  # the process has ended, or belongs to another user
+            continue  # the process has exited, or belongs to another user
         if target in by_target:
             holders[by_target[target]] = int(descriptor.parts[2])
     return holders

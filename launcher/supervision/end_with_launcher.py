@@ -1,6 +1,6 @@
-"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh; end it if `zerolora` ends.
+"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run COMMAND; stop it when `zerolora` exits.
 
-Otherwise the command would outlive a killed `zerolora`. On SIGTERM, the command ends its ranks or closes connections.
+COMMAND is srun, mpirun or pdsh, which would outlive a killed `zerolora`; on SIGTERM, it stops its ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda number, frame: received.append(number))
     child = subprocess.Popen(argv)
     watch = LauncherWatch(os.environ, is_rank=False)
-    while child.poll() is None and watch.find_loss() is None:
+    while child.poll() is None and watch.find_lost_launcher() is None:
         while received:
             child.send_signal(received.pop(0))
         time.sleep(POLL_S)

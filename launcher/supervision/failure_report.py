@@ -1,4 +1,4 @@
-"""Report why a run failed: the responsible rank, its position, how it ended, its last traceback, the likely cause."""
+"""Report why a run failed: the responsible rank, its position, how it exited, its last traceback, the likely cause."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ from trainer.contract.rendezvous import host_name
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
-# Ranks that end within this time ended independently; a launcher takes longer to end the others.
+# Ranks that exit within this time failed independently; a launcher takes longer to kill the others.
 SIMULTANEOUS_S = 0.5
 LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
@@ -26,7 +26,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
-# Signals that end a process. Exit codes that correspond to other signals are srun's own.
+# Signals that terminate a process. Exit codes for other signals are srun's own.
 _FATAL_SIGNALS = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
@@ -77,7 +77,7 @@ class Failure:
     """Whether `code` describes the launcher that started the ranks, not a rank."""
 
     def report(self) -> Fault:
-        """Print why the run failed on stderr: one line for a user error, about 15 for anything else."""
+        """Print why the run failed to stderr: one line for a user error, about 15 for other failures."""
         beats, errors = read_heartbeats(self.logs), read_errors(self.logs)
         texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
@@ -122,7 +122,7 @@ class Failure:
         return Fault(1, reason, ranks[0] if ranks else None)
 
     def _find_root_rank(self, ranks_with_error: Set[int]) -> int | None:
-        """Return the rank that caused the failure: the first killed, else one with an error, else the first to end."""
+        """Return the root-cause rank: the first one that was killed, else one with an error, else the first to exit."""
         if not self.deaths:
             return None
         first = min(death.time for death in self.deaths.values())
@@ -146,7 +146,7 @@ def _was_killed(death: Death) -> bool:
 
 
 def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_reported: bool) -> Fault:
-    """Print the rank that the others waited for, unless already reported, and its Python stack on stderr."""
+    """Print the hanging rank, unless `is_reported`, and its Python stack to stderr."""
     if not is_reported:
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
@@ -164,10 +164,10 @@ def read_log_sizes(logs: Path) -> dict[str, int]:
 
 
 def decode_exit_code(code: int) -> int:
-    """Return the exit status behind a launcher's exit code: negative for a signal.
+    """Return the exit status that a launcher's exit code encodes; negative for a signal.
 
     DeepSpeed's launcher returns 256 - N for signal N; shells, srun and mpirun 128 + N; 255 is an error of ssh itself.
-    Codes of signals that do not end a process are errors of srun itself, such as 151 for an unresponsive node.
+    Codes of signals that do not terminate a process are errors of srun itself, such as 151 for an unresponsive node.
     """
     for number in (256 - code, code - 128):
         if number in _FATAL_SIGNALS and code != 255:
@@ -178,9 +178,9 @@ def decode_exit_code(code: int) -> int:
 def describe_status(status: int) -> str:
     """Describe an exit status in words, with the likely cause of a crash."""
     if status == 0:
-        return "ended without reporting that every rank succeeded"
+        return "exited without reporting that every rank succeeded"
     if -status not in {member.value for member in signal.Signals}:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
     name = signal.Signals(-status)
     cause = _CAUSES.get(name)
     return f"was killed by signal {-status} ({name.name})" + (f"; {cause}" if cause else "")
@@ -257,4 +257,4 @@ def _read_new_text(log: Path, old_sizes: Mapping[str, int]) -> str:
             file.seek(old_sizes.get(log.name, 0))
             return file.read().decode(errors="replace")
     except FileNotFoundError:
-        return ""  # the rank ended before it could open its log
+        return ""  # the rank exited before it could open its log

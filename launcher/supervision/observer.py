@@ -17,20 +17,20 @@ from trainer.contract.heartbeat import Hang, Heartbeat, read_hang, read_heartbea
 from trainer.contract.rendezvous import host_name
 
 LOCKS_EVERY_S = 10.0
-# srun waits forever for a node if the slurmstepd there was killed after its rank had ended.
-LAUNCHER_EXIT_S = 35.0  # longer than the ranks of a failed run are given to end
+# srun waits forever for a node if the slurmstepd there was killed after its rank had exited.
+LAUNCHER_EXIT_S = 35.0  # longer than the ranks of a failed run get to exit
 # Far longer than any interval between two heartbeats.
 SILENCE_S = 60.0
 FOLDER_WAIT_S, FOLDER_WAIT_AFTER_SIGNAL_S = 120.0, 5.0
-"""How long to wait for an unreadable folder after all ranks have ended."""
+"""How long to wait for an unreadable folder after all ranks have exited."""
 FOLDER_POLL_S = 0.5
 _RUN_PREFIXES = ("launcher.log", "heartbeat-")
 
 
 def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
-    """Diagnose a run in which no rank can report anything.
+    """Diagnose a run in which all ranks have stopped sending heartbeats.
 
-    Ranks that never sent a heartbeat are the cause: others may wait for them in MPI_Init, before their watchdog exists.
+    Ranks that never sent a heartbeat are reported as the cause: the others may be waiting for them in MPI_Init.
     """
     never_seen = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not never_seen:
@@ -106,7 +106,7 @@ class Observer:
         self.has_begun_step = False
         """Whether a rank has begun a step."""
         self.codes: set[int | None] = set()
-        """Exit codes in the heartbeats; None for ranks that have not ended."""
+        """Exit codes in the heartbeats; None for ranks that have not exited."""
         self.has_failure = False
         """Whether the ranks' launcher has reported a failed rank or host."""
         self.silent_run: Hang | None = None
@@ -143,13 +143,13 @@ class Observer:
         if unfinished != self._unfinished or not unfinished:
             self._unfinished, self._changed_at = unfinished, now
         if now - self._changed_at > self._silence_s:
-            # Diagnose before ending mpirun, which resumes stopped ranks.
+            # Diagnose before terminating mpirun, which resumes stopped ranks.
             self.silent_run = diagnose_silence(self._count, beats)
         if (hang := read_hang(self._logs)) is not None:
             if not self.has_reported_hang:
                 self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
                 say(f"the run failed: {name_hosts(hang, self._reach).text}")
-            # A stopped rank must continue, to write its stack and end; one without heartbeats would start training.
+            # Resume stopped ranks to write their stacks and exit; those without heartbeats would start training.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send_signal(halted, signal.SIGCONT)
 
@@ -158,8 +158,8 @@ class Observer:
         return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have ended; report it if so."""
+        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks exited; print a message if so."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
-        say(f"all ranks ended {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; ending it")
+        say(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")
         return True

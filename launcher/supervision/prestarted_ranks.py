@@ -1,6 +1,6 @@
 """Ranks of this machine that start before the checks, and wait until they may train.
 
-Rank 0 runs the checks, so that no separate process has to import the libraries. A run that is refused or stopped
+Rank 0 runs the checks, so that no separate process has to import the libraries. A run that fails or is stopped
 before the checks pass has written nothing to its folder.
 """
 
@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 import psutil
 
 from launcher.supervision.failure_report import describe_status
-from launcher.supervision.processes import end_sessions, is_stopped
+from launcher.supervision.processes import is_stopped, kill_sessions
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, exit_code_after, to_exit_code
@@ -31,7 +31,7 @@ _SIGNALS_BY_CODE = {exit_code_after(number): number for number in FORWARDED_SIGN
 
 
 class PrestartedRanks:
-    """Starts rank processes that wait for `release`; leaving the `with` block ends those still waiting."""
+    """Starts rank processes that wait for `start_training`; leaving the `with` block kills those still waiting."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -49,7 +49,7 @@ class PrestartedRanks:
         """
         ranks = cls()
         ranks._record_signals()
-        # A rank unblocks SIGINT once it can end without a traceback.
+        # A rank unblocks SIGINT once it can exit without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for variables in command.rank_environments:
@@ -93,11 +93,11 @@ class PrestartedRanks:
                 stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
                 if stopped_s[rank] > hang_timeout_s:
                     say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
-                    self.end()
+                    self.kill()
                     return EXIT_FAILED
         return self._stop()
 
-    def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
+    def start_training(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
         self._output.seek(0)
         log.write(self._output.read())
         log.flush()
@@ -106,8 +106,8 @@ class PrestartedRanks:
         self._channels = []
         return self.processes
 
-    def end(self) -> None:
-        end_sessions([process.pid for process in self.processes])
+    def kill(self) -> None:
+        kill_sessions([process.pid for process in self.processes])
         for process in self.processes:
             process.wait()
         for channel in self._channels:
@@ -127,12 +127,12 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Let rank 0 clean up for `PATIENCE_S` or until the next signal; end all ranks, and return the exit code."""
+        """Give rank 0 `PATIENCE_S` to clean up, or until the next signal; kill all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:
             time.sleep(POLL_S)
-        self.end()
+        self.kill()
         return _report_stop(number)
 
     def _record_signals(self) -> None:
@@ -151,7 +151,7 @@ class PrestartedRanks:
 
     def __exit__(self, *error: object) -> None:
         if self.is_waiting:
-            self.end()
+            self.kill()
         self._restore_handlers()
         self._output.close()
 

@@ -1,4 +1,4 @@
-"""Run, find, signal and end the processes below the launcher."""
+"""Run, find, signal and kill the processes below the launcher."""
 
 import os
 import signal
@@ -61,8 +61,8 @@ def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return tree
 
 
-def end_sessions(leader_pids: Collection[int]) -> None:
-    """Kill every process of the sessions with these leaders and wait until they have ended.
+def kill_sessions(leader_pids: Collection[int]) -> None:
+    """Kill all processes in the sessions of these leaders, and wait until they have exited.
 
     Orphans of a dead leader have init as their parent, but stay in the leader's session.
     """
@@ -98,7 +98,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
     """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
     Signals are forwarded; the child is killed after `CHILD_PATIENCE_S` or a second signal. The exit code is then 128 +
-    the signal's number, or 75 for SIGUSR1. Prints `failed` if the child was killed.
+    the signal's number, or 75 for SIGUSR1. If the child was killed, prints a message prefixed with `failed`.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
     child = subprocess.Popen(argv, start_new_session=True)
@@ -116,7 +116,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
                 break
             time.sleep(POLL_S)
     finally:
-        end_sessions([child.pid])
+        kill_sessions([child.pid])
         code = child.wait()
         for forwarded, handler in handlers.items():
             signal.signal(forwarded, handler)

@@ -1,4 +1,4 @@
-"""Stop and end ranks started by srun, mpirun or pdsh, and read from the launcher's log how they ended."""
+"""Stop or kill ranks started by srun, mpirun or pdsh, and read from the launcher's log how they exited."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.supervision.failure_report import decode_exit_code
 from launcher.supervision.terminal import ConsoleFile
-from launcher.targets.hostfile import Slots, run_on
+from launcher.targets.hostfile import Slots, run_over_ssh
 from launcher.targets.slurm import Allocation
 from trainer.contract.exit_codes import STOP_CODES
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
@@ -25,7 +25,7 @@ _SRUN_STATUS = re.compile(
 )
 # "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure"
 _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
-# After this, srun reports tasks that it ends itself.
+# After this line, srun reports tasks that it kills itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"; also for a host on which no rank started.
 _PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
@@ -40,7 +40,7 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach:
-    """Signals ranks through mpirun and reads how they ended; subclasses do so through srun or ssh."""
+    """Signals ranks through mpirun and parses how they exited; subclasses do the same through srun or ssh."""
 
     def find_host(self, rank: int) -> str:
         """Return the host of a rank; empty if unknown."""
@@ -54,8 +54,8 @@ class Reach:
         process.send_signal(signal.SIGUSR1)
         return True
 
-    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        """Kill every rank now. srun and mpirun do so on SIGTERM; SIGKILL would only kill srun or mpirun."""
+    def kill(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        """Kill every rank now. srun and mpirun kill them on SIGTERM; SIGKILL would kill only srun or mpirun."""
         process.terminate()
         deadline = time.monotonic() + END_PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
@@ -66,11 +66,11 @@ class Reach:
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return the evidence for each lost host; `before` is the log before this process ended any rank."""
+        """Return the evidence for each lost host; `before` is the log before this process killed any rank."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        """Return whether the launcher itself failed; for launchers that ended without reporting a failed rank."""
+        """Return whether the launcher itself failed, given that it exited without reporting a failed rank."""
         return status < 0
 
 
@@ -92,10 +92,10 @@ class SrunReach(Reach):
         unstarted = {host: f"srun could not start its ranks: {reason}" for host, reason in _SRUN_UNSTARTED.findall(log)}
         if unstarted:
             return unstarted
-        # srun also reports tasks that it ends itself, unless the slurmstepd on their node has died.
+        # srun also reports tasks that it kills itself, unless the slurmstepd on their node has died.
         statuses = _parse_srun(log)
         silent = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in statuses]
-        evidence = "srun did not learn how its ranks ended, because their slurmstepd has died"
+        evidence = "srun does not know how its ranks exited, because their slurmstepd has died"
         return dict.fromkeys(silent, evidence) if statuses and _SRUN_ENDS.search(log) else {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
@@ -117,18 +117,18 @@ class SshReach(Reach):
         alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]
         beat = next((beat for beat in alive if self.find_host(beat.rank)), None)
         if beat is not None:
-            run_on(self.find_host(beat.rank), f"kill -USR1 {beat.pid}")
+            run_over_ssh(self.find_host(beat.rank), f"kill -USR1 {beat.pid}")
         return beat is not None
 
-    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+    def kill(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         if process.poll() == 0:
-            return  # the ranks of every host have ended
+            return  # the ranks of every host have exited
         # Match by the run's console file: the ranks, and launchers that have not started ranks yet. Do not match the
         # `deepspeed` and pdsh processes above them, in case this host is in the hostfile.
-        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.console_path(logs)))
+        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.get_path(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
-            list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
+            list(pool.map(lambda host: run_over_ssh(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         statuses: dict[int, int] = {}
@@ -136,7 +136,7 @@ class SshReach(Reach):
             ranks = [rank for rank, host in enumerate(self._host_of_rank) if _matches_host(label, host)]
             silent = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
             if silent and decode_exit_code(int(code)) < 0:
-                # A host's launcher reports the rank that ended first, which is the first without heartbeats.
+                # A host's launcher reports the rank that exited first, which is the first without heartbeats.
                 statuses[min(silent, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
         return statuses
 
@@ -145,7 +145,7 @@ class SshReach(Reach):
         labels = [label for label, code in _PDSH_STATUS.findall(before) if code == _SSH_ERROR]
         messages = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
         return {
-            host: messages[label][-1] if messages[label] else f"ssh ended with exit code {_SSH_ERROR}"
+            host: messages[label][-1] if messages[label] else f"ssh exited with code {_SSH_ERROR}"
             for label in labels
             for host in self._hosts
             if _matches_host(label, host)
@@ -174,14 +174,14 @@ def _matches_host(label: str, host: str) -> bool:
 
 
 class LauncherLog:
-    """Reads the log of the ranks' launcher, without the part that `skip_current` skipped."""
+    """Reads the log of the ranks' launcher, from the position that `skip_current` sets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._start = 0
         self._text = ""
         self.text_before_end = ""
-        """The text at the first failure or stop, before this process ended any rank."""
+        """The text at the first failure or stop, before this process killed any rank."""
 
     def skip_current(self) -> None:
         self._start = self._path.stat().st_size

@@ -3,7 +3,7 @@
 A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). If the
 adapters of a run are changed, it stops at a checkpoint and resumes with the new ones. After other failures, the run
 restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A
-failure that repeats in the same step is usually caused by its data; the run then ends.
+failure that repeats in the same step is usually caused by its data, so the run is not restarted again.
 """
 
 import json
@@ -21,10 +21,10 @@ from trainer.contract.restart_record import (
     MAX_HALVINGS,
     Restart,
     RestartNote,
-    complete_checkpoints,
     delete_restarts,
     find_changed_adapters,
-    newest_checkpoint,
+    find_newest_checkpoint,
+    list_complete_checkpoints,
     record_restart,
 )
 
@@ -59,7 +59,7 @@ class Ending:
 
 
 Start = Callable[[Sequence[str]], Ending]
-"""Start the ranks with additional `key=value` settings and return how they ended."""
+"""Starts the ranks with additional `key=value` settings, and returns how the run ended."""
 
 
 class Restarts:
@@ -75,7 +75,7 @@ class Restarts:
         exclude: Callable[[Ending], str | None] | None = None,
         adapters: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Allow `max_restarts` restarts after failures; `resumes` if the user set a checkpoint to resume from.
+        """Allow `max_restarts` restarts after failures; `resumes`: whether the user set a checkpoint to resume from.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without
         `exclude`, such a failure ends the run. `adapters` are the run's adapters, which `zerolora adapters` may change.
@@ -84,8 +84,8 @@ class Restarts:
         self._run_dir, self._start, self._max_restarts = run_dir, start, max_restarts
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before = resumes, complete_checkpoints(run_dir)
-        self._record_before = self._read_record_time()
+        self._resumes, self._before = resumes, list_complete_checkpoints(run_dir)
+        self._record_before = self._read_record_mtime()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
@@ -148,7 +148,7 @@ class Restarts:
         return ending.has_completed_step or self._try_exclude(ending)
 
     def _try_exclude(self, ending: Ending) -> bool:
-        """Exclude the host or GPU that failed before a step, if earlier attempts completed steps and return True."""
+        """Exclude the failed host or GPU, if an earlier attempt completed a step; return whether it was excluded."""
         excluded = self._exclude(ending) if self._exclude is not None and self._has_trained else None
         if excluded is None:
             say("not restarted: no step was completed since the ranks were started")
@@ -159,11 +159,11 @@ class Restarts:
     def _prepare_next(self, ending: Ending, reason: str, step: int = 0) -> str:
         """Make the next attempt resume from this run's newest complete checkpoint; return its name, empty if none.
 
-        `step` is the step of a restart note, because the heartbeats may not have it.
+        `step` is the step in a restart note, which the heartbeats may not have.
         """
-        checkpoints = complete_checkpoints(self._run_dir)
-        newest = newest_checkpoint(name for name, written in checkpoints.items() if self._before.get(name) != written)
-        if ending.step or step or self._read_record_time() != self._record_before:
+        checkpoints = list_complete_checkpoints(self._run_dir)
+        newest = find_newest_checkpoint(name for name, at in checkpoints.items() if self._before.get(name) != at)
+        if ending.step or step or self._read_record_mtime() != self._record_before:
             # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
             # is visible: network file systems may show a new one late.
             self._settings[_OVERWRITE] = "false"
@@ -172,6 +172,6 @@ class Restarts:
         record_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
-    def _read_record_time(self) -> int:
+    def _read_record_mtime(self) -> int:
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0

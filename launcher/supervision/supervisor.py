@@ -1,8 +1,8 @@
 """Start the ranks of a run, forward signals to them, and choose the exit code of the run.
 
-Ranks of this machine are children of this process (launcher/targets/local.py), so the kernel reports how they ended.
+Ranks of this machine are children of this process (launcher/targets/local.py), so the kernel reports how they exited.
 For ranks below srun, mpirun and pdsh, heartbeats show how they exited, the launcher's log shows which were killed, and
-exit code 0 of the launcher counts unless a heartbeat contradicts it.
+exit code 0 of the launcher means success unless a heartbeat contradicts it.
 
 DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does not handle failures well enough:
 - It gives the other ranks 30 s each, one after another. Here they get FAILURE_PATIENCE_S together, or SAVE_PATIENCE_S
@@ -25,7 +25,7 @@ import psutil
 
 from launcher.supervision.failure_report import Death, Failure, Fault, read_log_sizes, report_hang
 from launcher.supervision.observer import Observer, name_hosts
-from launcher.supervision.processes import end_sessions, is_alive, list_trees, send_signal
+from launcher.supervision.processes import is_alive, kill_sessions, list_trees, send_signal
 from launcher.supervision.remote import Reach
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
@@ -47,9 +47,9 @@ from trainer.contract.restart_record import RestartNote
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
 SAVE_PATIENCE_S = 60.0  # after a signal, when the others may still complete a checkpoint
-# An unreachable host never reports the end of its ranks, and ssh waits for it until TCP times out.
+# An unreachable host never reports that its ranks exited, and ssh waits for it until TCP times out.
 END_PATIENCE_S = 22.0
-# `timeout` and some schedulers signal both the process and its group: signals within this time count once.
+# `timeout` and some schedulers signal both the process and its group: signals within this time are counted once.
 SAME_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
@@ -58,20 +58,20 @@ class State(Enum):
     STARTING = auto()
     RUNNING = auto()
     STOPPING = auto()
-    """After a signal: ranks save and end, by the deadline if one of them has ended."""
+    """After a signal: ranks save and exit; once one has exited, the others must exit by the deadline."""
     FAILING = auto()
-    """After a failure: the other ranks must end by the deadline."""
+    """After a failure: the other ranks must exit by the deadline."""
 
 
-class End(Enum):
-    """Reasons for the launcher to end a run, or to stop watching it, before all processes have ended."""
+class Abort(Enum):
+    """Why the launcher stops watching a run, and kills it, before all processes have exited."""
 
     AT_ONCE = auto()
     """After another signal, or with nothing to save."""
     SILENT = auto()
     """No rank sends heartbeats."""
     OUTLIVED = auto()
-    """All ranks have ended, but their launcher has not."""
+    """All ranks have exited, but their launcher has not."""
     UNREACHABLE = auto()
     """Ranks, or their launcher, did not exit after they were signaled."""
 
@@ -91,17 +91,17 @@ class StopSignals:
         self._latest = now
 
     @property
-    def should_end_at_once(self) -> bool:
+    def should_stop_at_once(self) -> bool:
         """Whether another signal asks to stop without saving. SIGTERM after SIGUSR1 does not: schedulers send both."""
         first, *others = self.received
         return bool(others) and (first != signal.SIGUSR1 or signal.SIGINT in others)
 
 
 class Supervisor:
-    """Supervises one run of a command: its processes, the signals received, and how each rank ended.
+    """Supervises one run of a command: its processes, the signals received, and how each rank exited.
 
-    `reach` signals ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` returns processes that
-    write their output to `log`; the default starts `command`.
+    `reach` signals ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` starts
+    processes that write their output to `log`; by default, it starts `command`.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Supervisor:
         self._start = start or (lambda log: command.start(log, log))
         self.command, self.logs, self.reach = command, logs, reach
         self.state = State.STARTING
-        self.end: End | None = None
+        self.abort: Abort | None = None
         self.deadline = math.inf
-        """Time of time.monotonic() at which remaining ranks are killed."""
+        """Value of time.monotonic() at which remaining ranks are killed."""
         self.processes: list[subprocess.Popen[bytes]] = []
         """One per rank; with `reach`, only the launcher."""
         self.deaths: dict[int, Death] = {}
@@ -131,7 +131,7 @@ class Supervisor:
         return self.stop.received
 
     def run(self) -> int:
-        """Run the ranks, end all processes, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
+        """Run the ranks, kill what is left, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
         sizes = read_log_sizes(self.logs)
@@ -139,7 +139,7 @@ class Supervisor:
         handlers = {number: signal.signal(number, self.stop.record) for number in FORWARDED_SIGNALS}
         try:
             with open(self.logs / "launcher.log", "ab") as log:
-                log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shell()}\n".encode())
+                log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.format_shell()}\n".encode())
                 log.flush()
                 self.observer.log.skip_current()
                 self.processes = self._start(log)
@@ -150,17 +150,17 @@ class Supervisor:
             try:
                 self._watch()
             finally:
-                if self.reach is not None and self.end is not End.UNREACHABLE:
-                    self.reach.end(self.processes[0], self.logs)
-                end_sessions([process.pid for process in self.processes])
+                if self.reach is not None and self.abort is not Abort.UNREACHABLE:
+                    self.reach.kill(self.processes[0], self.logs)
+                kill_sessions([process.pid for process in self.processes])
             self._record_deaths()
             codes = [process.wait() for process in self.processes]
-            waits = self.end is not End.AT_ONCE and (any(codes) or self.reach is not None)
+            waits = self.abort is not Abort.AT_ONCE and (any(codes) or self.reach is not None)
             if waits and not self.observer.folder.wait_until_readable(self.signals):
                 return choose_exit_code_without_folder(codes, self.signals)
-            if self.end is End.OUTLIVED:  # the launcher's code only reflects the signal that just ended it
+            if self.abort is Abort.OUTLIVED:  # the launcher's code reflects only the signal that killed it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, sizes)
+            return self._choose_exit_code([EXIT_FAILED] if self.abort is Abort.UNREACHABLE else codes, sizes)
         finally:
             ended.set()
             for number, handler in handlers.items():
@@ -169,20 +169,20 @@ class Supervisor:
 
     def _watch(self) -> None:
         self.state = State.RUNNING
-        while self.end is None and any(process.poll() is None for process in self.processes):
+        while self.abort is None and any(process.poll() is None for process in self.processes):
             self.observer.poll()
             self._record_deaths()
-            self.end = self._advance()
-            if self.end is None:
+            self.abort = self._advance()
+            if self.abort is None:
                 time.sleep(POLL_S)
 
-    def _advance(self) -> End | None:
+    def _advance(self) -> Abort | None:
         if self.signals and self._stop():
-            return End.AT_ONCE
+            return Abort.AT_ONCE
         if self.observer.silent_run is not None:
-            return End.SILENT
+            return Abort.SILENT
         if self.observer.has_outlived_ranks():
-            return End.OUTLIVED
+            return Abort.OUTLIVED
         now = time.monotonic()
         if math.isinf(self.deadline):
             self._set_deadline(now)
@@ -190,9 +190,9 @@ class Supervisor:
             alive = [process for process in self.observer.ranks.values() if is_alive(process)]
             send_signal(list_trees(alive), signal.SIGKILL)
             if self.reach is not None:
-                self.reach.end(self.processes[0], self.logs)
+                self.reach.kill(self.processes[0], self.logs)
                 if now - self.deadline > END_PATIENCE_S:
-                    return End.UNREACHABLE
+                    return Abort.UNREACHABLE
         return None
 
     def _set_deadline(self, now: float) -> None:
@@ -216,14 +216,14 @@ class Supervisor:
                 if not is_alive(process):
                     self.deaths[rank] = Death(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                is_killing = self.end is End.AT_ONCE or time.monotonic() > self.deadline
+                is_killing = self.abort is Abort.AT_ONCE or time.monotonic() > self.deadline
                 was_killed = status == -signal.SIGKILL and is_killing
                 self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=was_killed)
 
     def _stop(self) -> bool:
         """Forward the first signal to every rank; return True when the ranks must be killed."""
         stop, now = self.stop, time.monotonic()
-        if stop.should_end_at_once:
+        if stop.should_stop_at_once:
             say("stopping at once; unsaved progress is lost" if self.observer.has_begun_step else "stopping at once")
             return True
         if stop.announced_at is None:
@@ -249,9 +249,9 @@ class Supervisor:
         return True
 
     def _has_stopped(self) -> bool:
-        """Return whether a rank ended because of a signal, after saving or with nothing to save.
+        """Return whether a rank exited because of a signal, after saving or with nothing to save.
 
-        With `reach`, ranks count only after a signal to this process, because their launcher also ends ranks by signal.
+        With `reach`, exit codes matter only after a signal to this process, because the launcher also signals ranks.
         """
         codes = {death.status for death in self.deaths.values()}
         if self.reach is not None and self.signals and self.state is not State.FAILING:
@@ -272,7 +272,7 @@ class Supervisor:
         waited = {rank for rank, death in self.deaths.items() if has_stopped and death.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
         # A signal to a run that is already failing, as with a lost node, does not hide the failure.
-        at_once = self.end is End.AT_ONCE
+        at_once = self.abort is Abort.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not State.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
             return choose_stop_code(self.signals, at_once=at_once)
@@ -284,7 +284,7 @@ class Supervisor:
         return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, sizes)
 
     def _report_failure(self, code: int, sizes: dict[str, int]) -> int:
-        """Report the failure and return 2 for a user error, 128 + N if signal N ended the failed rank, else 1.
+        """Report the failure and return 2 for a user error, 128 + N if signal N killed the failed rank, else 1.
 
         If a rank ran out of memory and requests a restart, return 77 without a report.
         """
@@ -304,7 +304,7 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        if self.reach is None or self.state is State.FAILING or self.end in (End.OUTLIVED, End.UNREACHABLE):
+        if self.reach is None or self.state is State.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
             return False
         return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 
@@ -321,7 +321,7 @@ class Supervisor:
             if beat.exit_code != 0:
                 death = self.deaths.get(rank, Death(beat.time + monotonic_offset))
                 status = reported.get(rank) if beat.exit_code is None else beat.exit_code
-                # If only the status of other ranks is known, this process ended the rank, after the others.
+                # If only the status of other ranks is known, this process killed the rank, after the others.
                 failed[rank] = Death(now if reported and status is None else death.time, status)
         return failed
 

@@ -1,6 +1,6 @@
-"""Show rank 0's output on the user's terminal: rank 0 inherits stdout, or writes to a file if it may run elsewhere.
+"""Show rank 0's output on the user's terminal: rank 0 inherits stdout, or writes to a file if it may be remote.
 
-Other launchers add their own lines to the output that they forward; the file has only the lines of rank 0.
+srun, mpirun and pdsh add their own lines to the output that they forward; the file has only those of rank 0.
 """
 
 import os
@@ -17,18 +17,18 @@ FOLLOW_S = 0.2
 
 
 def share_stdout() -> int:
-    """Return a copy of this process's stdout that processes started from now on inherit."""
+    """Duplicate stdout for child processes to inherit, and return the new file descriptor."""
     screen = os.dup(1)
     os.set_inheritable(screen, True)
     return screen
 
 
 class ConsoleFile:
-    """Copies to stdout what rank 0, on any host, appends to a file in the run's folder."""
+    """Copies a file in the run's folder, to which rank 0 writes its output from any host, to stdout."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs, self.path = logs, self.console_path(logs)
+        self._logs, self.path = logs, self.get_path(logs)
         self._is_lost = False
         self.path.touch()
         self._shown = self.path.stat().st_size
@@ -37,10 +37,10 @@ class ConsoleFile:
         self._thread.start()
 
     @staticmethod
-    def console_path(logs: Path) -> Path:
+    def get_path(logs: Path) -> Path:
         return logs.absolute() / "console.log"
 
-    def arguments(self) -> list[str]:
+    def build_arguments(self) -> list[str]:
         terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
         return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
 
@@ -82,14 +82,14 @@ def restore_terminal() -> None:
 
 
 def say(message: str) -> None:
-    """Print a message of the launcher on stderr; ignore a closed stderr."""
+    """Print a message of the launcher to stderr; ignore a closed stderr."""
     with suppress(OSError):  # the terminal is closed, but the run continues
         _clear_line()
         print(printable(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
-    """Print a progress line of the launcher on stdout, where rank 0 prints its progress, too."""
+    """Print a progress line of the launcher to stdout, as rank 0 does."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()

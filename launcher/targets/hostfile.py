@@ -79,19 +79,19 @@ def choose_slots(
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    if problems := find_unreachable(hosts, folder):
+    if problems := detect_unreachable_hosts(hosts, folder):
         raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in problems.items()))
 
 
-def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
+def detect_unreachable_hosts(hosts: Sequence[str], folder: Path) -> dict[str, str]:
     """Return the problem of each host that ssh does not reach, or on which this Python or `folder` is missing."""
     command = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        problems = pool.map(lambda host: _find_ssh_problem(host, command), hosts)
+        problems = pool.map(lambda host: _detect_ssh_problem(host, command), hosts)
         return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem is not None}
 
 
-def run_on(host: str, command: str) -> None:
+def run_over_ssh(host: str, command: str) -> None:
     """Run a shell command on a host; ignore the result, even if the host does not respond."""
     try:
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
@@ -99,7 +99,7 @@ def run_on(host: str, command: str) -> None:
         pass  # its ranks cannot run either
 
 
-def _find_ssh_problem(host: str, command: str) -> str | None:
+def _detect_ssh_problem(host: str, command: str) -> str | None:
     try:
         result = subprocess.run(
             [*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * SSH_TIMEOUT_S

@@ -49,13 +49,13 @@ class Command:
     manual_argv: tuple[str, ...] = ()
     """A command that starts all ranks, if `argv` starts one."""
 
-    def shell(self) -> str:
+    def format_shell(self) -> str:
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
         changes = SAFE_PATH | dict(self.set_variables)
         variables = [f"{name}={shlex.quote(value)}" for name, value in changes.items()]
         return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.manual_argv or self.argv)])
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Return this process's environment with the command's changes."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
         return inherited | SAFE_PATH | dict(self.set_variables)
@@ -81,7 +81,7 @@ class Command:
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
         """Start one process with the variables of a rank; it inherits stdout and stderr if they are None."""
-        env = self.environment() | dict(variables)
+        env = self.build_environment() | dict(variables)
         # Ranks of this machine inherit the descriptor of `share_stdout`.
         streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
         return subprocess.Popen(argv, env=env, **streams, start_new_session=True, close_fds=not self.rank_environments)
@@ -160,7 +160,7 @@ def build_hostfile_command(
 
 
 def _find_deepspeed() -> str:
-    """Return the `deepspeed` next to this Python: its name if the shell finds the same one, otherwise its path."""
+    """Return the `deepspeed` of this Python's environment: its name if it is first on PATH, otherwise its path."""
     path, in_path = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
     if not path.is_file() or (in_path and Path(in_path).samefile(path)):
         return "deepspeed"

@@ -17,7 +17,7 @@ from typing import Any
 from launcher.targets.hostfile import choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
-from trainer.contract.default_ranks import in_allocation, ranks_per_node
+from trainer.contract.default_ranks import is_in_allocation, read_ranks_per_node
 from trainer.contract.rendezvous import job_port
 
 NODE_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ class Allocation:
 
 def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
     """Return the nodes of this allocation that pass the filters. Raises UserError outside an allocation."""
-    if not in_allocation(env):
+    if not is_in_allocation(env):
         raise UserError(
             "--launcher slurm: not inside a SLURM allocation; use `zerolora submit CONFIG`, or run this in `salloc` or "
             "in a batch script"
@@ -56,7 +56,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
         if text and ":" in text:
             raise UserError(f"{option} {text}: SLURM can only filter whole nodes; use --num-gpus, or a smaller job")
     names = _expand_node_list(env["SLURM_JOB_NODELIST"])
-    limit = ranks_per_node(env)
+    limit = read_ranks_per_node(env)
     # If the job sets no number of ranks per node, --num-gpus does.
     slots = {name: list(range(limit or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
@@ -81,7 +81,7 @@ def build_srun_command(
         "--overlap",  # this process may itself be a step, as in `salloc`
         "--export=ALL",
         "--mpi=none",
-        # The supervisor ends the other ranks after a failure, once they have had time to report.
+        # The supervisor kills the other ranks after a failure, once they have had time to report.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--unbuffered",
@@ -97,7 +97,7 @@ def build_srun_command(
     return Command(tuple(argv), ranks, variables, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
-def find_lost_nodes(allocation: Allocation) -> list[str]:
+def detect_lost_nodes(allocation: Allocation) -> list[str]:
     """Return the nodes that SLURM has marked as lost; if there are none, the nodes that cannot run a minimal step.
 
     SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and none of its nodes
@@ -109,10 +109,10 @@ def find_lost_nodes(allocation: Allocation) -> list[str]:
     lost = [fields[0] for fields in states if len(fields) == 2 and _LOST.search(fields[1])]
     if lost:
         return list(dict.fromkeys(lost))  # a node is listed once per partition
-    silent = _find_silent_nodes(allocation.nodes)
+    silent = _detect_silent_nodes(allocation.nodes)
     if silent:
         time.sleep(RETRY_AFTER_S)
-    return _find_silent_nodes(silent)
+    return _detect_silent_nodes(silent)
 
 
 def can_be_requeued(job: int) -> bool:
@@ -121,7 +121,7 @@ def can_be_requeued(job: int) -> bool:
     return all(re.search(rf"\b{flag}=1\b", description) for flag in ("Requeue", "BatchFlag"))
 
 
-def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
+def _detect_silent_nodes(nodes: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(max_workers=64) as pool:
         responding = list(pool.map(_is_responding, nodes))
     return [node for node, responds in zip(nodes, responding, strict=True) if not responds]

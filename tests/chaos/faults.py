@@ -154,7 +154,7 @@ def on_rank(name: str, phases: tuple[str, ...], number: int, words: str, **more:
     return Fault(name, phases, of_rank(number, words), rank=number, blames=True, hangs=words == HANGS, **more)  # type: ignore[arg-type]
 
 
-KILLED, RAISED, HANGS = "was killed by signal 9", "ended with exit code 1", ""
+KILLED, RAISED, HANGS = "was killed by signal 9", "exited with code 1", ""
 REFUSED = r"second run: exit code 2: error: .*another run uses this"
 STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
 # A host that cannot be reached before there are ranks is a mistake in the hostfile.

@@ -61,7 +61,7 @@ def test_a_failed_rank_is_1_and_named_with_its_host_step_and_traceback(start: St
     code, _, err = start(mischief="1:raise:9").end()
     assert code == 1, err
     lines = err.splitlines()
-    assert lines[0].startswith(f"the run failed: rank 1 on {HOST} ended with exit code 1 (step "), err
+    assert lines[0].startswith(f"the run failed: rank 1 on {HOST} exited with code 1 (step "), err
     assert "ValueError: the middle of the model is missing" in err
     assert lines[-1].endswith("rank-1.log")
 

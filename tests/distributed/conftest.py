@@ -17,7 +17,7 @@ from launcher.targets.local import build_local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.preferences import write_answers, write_pairs
 from tests.tiny import make_model, write_chats
-from trainer.contract.default_ranks import CPU_RANKS, visible_gpus
+from trainer.contract.default_ranks import CPU_RANKS, list_visible_gpus
 from trainer.contract.rendezvous import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,7 +69,7 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
     """
     # CPU ranks beyond the cores are refused; counted as GPUs they are not.
     on_cpu = list(range(count)) if count > CPU_RANKS else []
-    gpus = on_cpu if env.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
+    gpus = on_cpu if env.get("DS_ACCELERATOR") == "cpu" else list_visible_gpus()
     command = build_local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
     shared = {**env, **command.set_variables}
     deadline, failed_at = time.monotonic() + timeout_s, None

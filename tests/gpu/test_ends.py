@@ -66,7 +66,7 @@ def test_a_rank_that_fails_ends_the_other_in_its_collective(start: Start, stage:
     run = start(f"zero.stage={stage}", mischief="1:raise:40")
     run.wait_for_step(2)
     code, err = end(run)
-    assert code == 1 and err.startswith(f"the run failed: rank 1 on {HOST} ended with exit code 1"), err
+    assert code == 1 and err.startswith(f"the run failed: rank 1 on {HOST} exited with code 1"), err
     assert "ValueError: the middle of the model is missing" in err
 
 

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.commands import main as zerolora
-from launcher.doctor.command import parse_answer
+from launcher.doctor.command import parse_doctor_output
 from launcher.job_starts import build_resume_settings
 from launcher.start import Attempts
 from launcher.status import describe_run
@@ -33,7 +33,7 @@ from tests.any_input import assert_a_line, or_refused, tries
 from trainer.checkpoint.output_folder import check_early
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
-from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
+from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
 from trainer.contract.heartbeat import HeartbeatFolder, read_hang, read_heartbeats
 from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
@@ -167,7 +167,7 @@ def read_everything(run: Path, name: str) -> None:
         assert value
     readers: list[Callable[[], object]] = [
         lambda: describe_live_holder(run),
-        lambda: refuse_if_held(run, resumes=False),
+        lambda: check_not_locked(run, resumes=False),
         lambda: [beat.describe_position() for beat in read_heartbeats(logs).values()],
         lambda: HeartbeatFolder(logs, 0, 2).read(),
         lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
@@ -289,6 +289,6 @@ def test_names_and_errors_are_printable(place: Path) -> None:
 @tries(40)
 def test_answers_of_other_hosts_may_hold_anything(text: str) -> None:
     whole = f"{MARK}n1 {json.dumps([asdict(Check('ssh', 'OK', 'fine'))])}\n"
-    assert [check.host for check in parse_answer(f"{text}\n{whole}", "n1")] == ["n1"]
+    assert [check.host for check in parse_doctor_output(f"{text}\n{whole}", "n1")] == ["n1"]
     for damaged in (f"{MARK}{text}", f"{MARK}n1 {text}", f"{whole[:-5]}{text}"):
-        assert parse_answer(damaged, "n1") == []
+        assert parse_doctor_output(damaged, "n1") == []

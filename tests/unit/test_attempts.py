@@ -71,7 +71,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     there = tmp_path / "gpus.json"
     there.write_text(json.dumps(GPUS))
-    monkeypatch.setattr(rank_slots, "installed_gpus", lambda: json.loads(there.read_text()))
+    monkeypatch.setattr(rank_slots, "list_installed_gpus", lambda: json.loads(there.read_text()))
     monkeypatch.setattr(rank_slots, "build_local_command", partial(build_local_command, module=RANK))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return Machine(tmp_path)

@@ -1,4 +1,4 @@
-"""`zerolora inspect`: trained tokens marked, the figures, the find_mask_warnings, and exit code 2 after one line."""
+"""`zerolora inspect`: trained tokens marked, the figures, the list_mask_warnings, and exit code 2 after one line."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
 from trainer.data.grouping import DataStats
-from trainer.setup.shown_data import find_mask_warnings
+from trainer.setup.shown_data import list_mask_warnings
 
 CONFIG = """
 base_model: model
@@ -130,7 +130,7 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
 
 def test_warns_of_nothing_trained() -> None:
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
-    found = find_mask_warnings(nothing)
+    found = list_mask_warnings(nothing)
     assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
 
 

@@ -201,7 +201,7 @@ def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.Ca
 
 def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
     found, words = _run(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
-    assert found is None and "no answer within 1 s" in words
+    assert found is None and "no response within 1 s" in words
 
 
 def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from trainer.contract.folder_lock import (
     FolderLock,
     FolderLost,
     Holder,
+    check_not_locked,
     describe_live_holder,
-    lock_path,
-    refuse_if_held,
+    get_lock_path,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_run_is_refused_in_one_line_and_changes_nothing(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     before = file_of(tmp_path).read_bytes()
-    for second in (lambda: take(tmp_path), lambda: refuse_if_held(tmp_path, resumes=False)):
+    for second in (lambda: take(tmp_path), lambda: check_not_locked(tmp_path, resumes=False)):
         with pytest.raises(UserError) as refused:
             second()
         assert refused.value.exit_code == 2
@@ -96,7 +96,7 @@ def test_a_killed_run_gives_way_at_once(tmp_path: Path, other: subprocess.Popen[
         while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
     assert describe_live_holder(tmp_path) is None
-    refuse_if_held(tmp_path, resumes=False)
+    check_not_locked(tmp_path, resumes=False)
     said: list[str] = []
     with take(tmp_path, said=said) as lock:
         assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token
@@ -121,7 +121,7 @@ def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path:
 def test_a_run_of_another_machine_is_dead_when_it_is_silent(tmp_path: Path, at: float) -> None:
     """Its clock does not matter: only whether the file changes while it is watched."""
     os.utime(leave(tmp_path), (at, at))
-    refuse_if_held(tmp_path, resumes=False)  # not known at once
+    check_not_locked(tmp_path, resumes=False)  # not known at once
     said: list[str] = []
     started = time.monotonic()
     take(tmp_path, said=said).release()
@@ -157,7 +157,7 @@ def test_a_lock_that_was_never_written_to_the_end_is_watched_too(tmp_path: Path)
 def test_a_pipe_in_the_locks_place_is_one_message(tmp_path: Path) -> None:
     """Opening it would wait for a writer."""
     leave(tmp_path).unlink()
-    os.mkfifo(lock_path(tmp_path))
+    os.mkfifo(get_lock_path(tmp_path))
     with pytest.raises(UnreadableFile, match="is a pipe or device; move it away"):
         describe_live_holder(tmp_path)
 
@@ -185,7 +185,7 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
     with pytest.raises(UserError, match="of job 812"):
         take(tmp_path)  # not a later start of it
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    refuse_if_held(tmp_path, resumes=False)
+    check_not_locked(tmp_path, resumes=False)
     said: list[str] = []
 
     def say(line: str) -> None:

@@ -13,7 +13,7 @@ from tests.pipelines import make_pipeline, write_images
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
-from trainer.setup.text_run import refuse_image_settings
+from trainer.setup.text_run import check_no_image_settings
 from trainer.tasks.images.encoding import describe_truncated_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
@@ -198,7 +198,7 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
 def test_a_language_model_takes_no_settings_of_pictures(whole: Path) -> None:
     config = run_config(whole.parent, "image.flip=true")
     with pytest.raises(UserError, match=r"^image.resolution=32: is for image models, and base_model=.* is not one"):
-        refuse_image_settings(config)
+        check_no_image_settings(config)
 
 
 def pipeline_of(folder: Path) -> Pipeline:

@@ -14,7 +14,7 @@ import torch
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
 from trainer.contract import known_versions
-from trainer.contract.known_versions import KNOWN, describe_untested, require, version_warning
+from trainer.contract.known_versions import KNOWN, build_version_warning, describe_untested, require
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
@@ -41,12 +41,12 @@ def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
 
 def test_a_tested_version_is_passed_over_whatever_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, torch="2.11.0+cu130", transformers="5.17.0", **_others("torch", "transformers"))
-    assert version_warning() is None
+    assert build_version_warning() is None
 
 
 def test_other_versions_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, transformers="5.24.0", peft="0.21.3", **_others("transformers", "peft"))
-    line = version_warning()
+    line = build_version_warning()
     assert line is not None and "\n" not in line
     assert line == (
         "not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0); peft 0.21.3 (tested: 0.21.2); "

@@ -10,7 +10,7 @@ from launcher.plan import Request, plan
 from launcher.targets.local import build_local_command
 from trainer.config import UserError
 from trainer.contract import default_ranks
-from trainer.contract.default_ranks import select_gpus, visible_gpus
+from trainer.contract.default_ranks import list_visible_gpus, select_gpus
 
 NODES = {"SLURM_JOB_NODELIST": "n[1-2]"}
 UUIDS = ["GPU-4c1d0000", "GPU-4c1e0000", "GPU-9f000000"]
@@ -52,11 +52,11 @@ def test_the_environment_of_an_outer_job_does_not_leak(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = build_local_command(["a b.yaml"], gpus=[], num_gpus=2, port=1)
-    environment = command.environment()
+    environment = command.build_environment()
     assert "RANK" not in environment and "CUDA_VISIBLE_DEVICES" not in environment
     assert environment["PATH"] == os.environ["PATH"]
-    assert command.shell().startswith("env -uRANK -uCUDA_VISIBLE_DEVICES PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu ")
-    assert command.shell().endswith("trainer.train 'a b.yaml'")
+    assert command.format_shell().startswith("env -uRANK -uCUDA_VISIBLE_DEVICES PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu ")
+    assert command.format_shell().endswith("trainer.train 'a b.yaml'")
 
 
 @pytest.mark.parametrize(("gpus", "wanted"), [([0, 1], 3), ([0], 0), ([], -1)])
@@ -103,11 +103,11 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == [0, 1]
+    assert list_visible_gpus() == [0, 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-4c1e")
-    assert visible_gpus() == [1]
+    assert list_visible_gpus() == [1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert visible_gpus() == []
+    assert list_visible_gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_what_would_start_is_counted_as_it_is_started(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(default_ranks, "installed_gpus", lambda: gpus)
+    monkeypatch.setattr(default_ranks, "list_installed_gpus", lambda: gpus)
     build, _ = plan(Request(), tmp_path)
-    assert default_ranks.default_ranks() == build(["c.yaml"]).ranks == ranks
+    assert default_ranks.choose_default_ranks() == build(["c.yaml"]).ranks == ranks

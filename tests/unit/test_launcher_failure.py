@@ -60,15 +60,15 @@ def test_a_deep_traceback_keeps_its_innermost_frames() -> None:
 @pytest.mark.parametrize(
     ("code", "status", "words"),
     [
-        (1, 1, "ended with exit code 1"),
+        (1, 1, "exited with code 1"),
         (247, -9, "killed by signal 9 (SIGKILL)"),
         (137, -9, "killed by signal 9 (SIGKILL)"),
         (249, -7, "killed by signal 7 (SIGBUS)"),
         (245, -11, "killed by signal 11 (SIGSEGV); native code crashed"),
         (-9, -9, "killed by signal 9"),
         (0, 0, "without reporting that every rank succeeded"),
-        (75, 75, "ended with exit code 75"),
-        (255, 255, "ended with exit code 255"),
+        (75, 75, "exited with code 75"),
+        (255, 255, "exited with code 255"),
     ],
 )
 def test_exit_codes_are_described(code: int, status: int, words: str) -> None:
@@ -108,7 +108,7 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
     leave_beat(tmp_path, 1)
     assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report().status == 1
     shown = capsys.readouterr().err
-    assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1 (step 7, phase backward)")
+    assert shown.startswith("the run failed: rank 1 on n1 exited with code 1 (step 7, phase backward)")
     assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
 
 
@@ -121,7 +121,7 @@ def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.
     leave_beat(tmp_path, 1)
     Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report()
     shown = capsys.readouterr().err
-    assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1") and "rank 0" not in shown
+    assert shown.startswith("the run failed: rank 1 on n1 exited with code 1") and "rank 0" not in shown
 
 
 def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
@@ -142,7 +142,7 @@ def test_a_rank_killed_by_the_launcher_is_not_blamed(tmp_path: Path, capsys: pyt
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
     assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).report().status == 1
-    assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 ended with exit code 1")
+    assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 exited with code 1")
 
 
 def test_the_last_heartbeat_shows_how_much_memory_was_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

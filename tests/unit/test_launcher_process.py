@@ -67,35 +67,35 @@ def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[by
     watch.watch_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
     for _ in range(3):
-        assert watch.find_loss() is None, "its file does not matter"
+        assert watch.find_lost_launcher() is None, "its file does not matter"
         time.sleep(0.02)
     other.kill()
     other.wait()
-    assert f"the zerolora process {other.pid}" in str(watch.find_loss())
-    assert LauncherWatch({}, is_rank=True).find_loss() is None
+    assert f"the zerolora process {other.pid}" in str(watch.find_lost_launcher())
+    assert LauncherWatch({}, is_rank=True).find_lost_launcher() is None
 
 
 def test_a_launcher_elsewhere_counts_as_dead_when_its_file_stays_the_same(tmp_path: Path) -> None:
     watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
     watch.watch_file(tmp_path, 0.3)
-    assert watch.find_loss() is None
+    assert watch.find_lost_launcher() is None
     time.sleep(0.4)
-    assert watch.find_loss() is None, "there is no file: hosts without a shared folder"
+    assert watch.find_lost_launcher() is None, "there is no file: hosts without a shared folder"
     file = tmp_path / ALIVE_FILE
     for hour in (1, 9, 3):  # no clock is asked which of them is later
         file.touch()
         os.utime(file, (3600 * hour,) * 2)
-        assert watch.find_loss() is None
+        assert watch.find_lost_launcher() is None
         time.sleep(0.2)
     time.sleep(0.2)
-    assert "no heartbeat of the zerolora process for 0.3 s" in str(watch.find_loss())
+    assert "no heartbeat of the zerolora process for 0.3 s" in str(watch.find_lost_launcher())
     file.touch()
-    assert watch.find_loss() is None
+    assert watch.find_lost_launcher() is None
     file.unlink()
     time.sleep(0.4)
-    assert watch.find_loss() is not None, "it was there"
+    assert watch.find_lost_launcher() is not None, "it was there"
     watch.watch_file(tmp_path, 0.0)
-    assert watch.find_loss() is None, "0 turns it off"
+    assert watch.find_lost_launcher() is None, "0 turns it off"
 
 
 def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> No
         watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
     finally:
         os.dup2(stderr, 2)
-    assert watch.find_loss() is None
+    assert watch.find_lost_launcher() is None
     os.close(reader)
-    assert "connection" in str(watch.find_loss())
+    assert "connection" in str(watch.find_lost_launcher())
 
 
 # In place of srun: ends its ranks on SIGTERM. The rank is in its own session.

@@ -99,7 +99,7 @@ def test_a_failed_rank_is_named_with_its_traceback(runs: dict[str, Run]) -> None
     run = runs["raise"]
     assert run.end() == 1
     lines = run.text("err").splitlines()
-    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)"
+    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} exited with code 1 (step 10)"
     assert lines[-2].strip() == "ValueError: the middle of the model is missing"
     assert lines[-1] == f"full log: {run.folder}/logs/rank-1.log"
     assert len(lines) <= 15
@@ -213,7 +213,7 @@ def test_a_temporarily_unreadable_folder_does_not_hide_how_ranks_ended(runs: dic
     lines = run.text("err").splitlines()
     assert "the run's folder can be read again" in lines
     assert lines[0].startswith("the run's folder cannot be read: ") and str(run.folder / "logs") in lines[0]
-    assert f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)" in lines
+    assert f"the run failed: rank 1 on {socket.gethostname()} exited with code 1 (step 10)" in lines
     assert "OSError: no file server" in run.text("err")
     assert run.left_behind() == []
 

@@ -59,7 +59,7 @@ def test_a_rank_writes_to_a_file_of_the_launcher(tmp_path: Path) -> None:
 
 def test_a_rank_is_told_the_width_of_the_terminal(tmp_path: Path) -> None:
     main_fd, side_fd = pty.openpty()
-    program = FOLLOWS.partition("    with")[0] + "    print(console.arguments()[2:])"
+    program = FOLLOWS.partition("    with")[0] + "    print(console.build_arguments()[2:])"
     command = [sys.executable, "-c", program, str(tmp_path)]
     subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"COLUMNS": "97"}, stdout=side_fd, check=True, timeout=300)
     assert b"['--console-width', '97', '--console-tty']" in os.read(main_fd, 4096)

@@ -21,10 +21,12 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     (tmp_path / "hostfile").write_text("a slots=4\nb slots=2\nc slots=2\n")
     answering = {"a", "b", "c"}
     monkeypatch.setattr(
-        rank_slots, "find_unreachable", lambda hosts, folder: {one: "down" for one in hosts if one not in answering}
+        rank_slots,
+        "detect_unreachable_hosts",
+        lambda hosts, folder: {one: "down" for one in hosts if one not in answering},
     )
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
-    monkeypatch.setattr("launcher.plan._find_address", lambda host: host)
+    monkeypatch.setattr("launcher.plan._resolve_address", lambda host: host)
     request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
     return RankSlots(request, tmp_path, plan(request, tmp_path)[0]), answering
 
@@ -34,7 +36,7 @@ def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
     build = partial(build_srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
-    monkeypatch.setattr(rank_slots, "find_lost_nodes", lambda allocation: list(lost))
+    monkeypatch.setattr(rank_slots, "detect_lost_nodes", lambda allocation: list(lost))
     return RankSlots(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
@@ -139,7 +141,7 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
 ) -> None:
     """CUDA_VISIBLE_DEVICES=2,3,5,7 of eight."""
     there = [f"GPU-{number}" for number in range(8)]
-    monkeypatch.setattr(rank_slots, "installed_gpus", lambda: list(there))
+    monkeypatch.setattr(rank_slots, "list_installed_gpus", lambda: list(there))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     request = Request(launcher="local")
     places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))

@@ -83,7 +83,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
     [
         (SSH, PDSH.format("n1", 1), PDSH.format("n2", 255), {}),  # killed here
         (SSH, PDSH.format("n2", 247), "", {}),
-        (SSH, PDSH.format("n2.example.org", 255), "", {"user@n2.example.org": "ssh ended with exit code 255"}),
+        (SSH, PDSH.format("n2.example.org", 255), "", {"user@n2.example.org": "ssh exited with code 255"}),
         (
             SSH,
             f"n1: n2: a rank's words\nn1: {REFUSED}\n" + PDSH.format("n1", 255),
@@ -94,7 +94,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             "n1": "Connection to n1 closed by remote host"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
         (SRUN, FELL, ENDED, {
-            "n2": "srun did not learn how its ranks ended, because their slurmstepd has died"}),
+            "n2": "srun does not know how its ranks exited, because their slurmstepd has died"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
         (
             SRUN,
@@ -141,14 +141,14 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
-    assert (run.state, run.end) == (supervisor.State.FAILING, supervisor.End.UNREACHABLE)
+    assert (run.state, run.abort) == (supervisor.State.FAILING, supervisor.Abort.UNREACHABLE)
 
 
 def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SLURM ends srun for a lost node and signals the launcher in the same moment."""
-    monkeypatch.setattr(SshReach, "end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(SshReach, "kill", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     script = f"echo '{PDSH.format('n1', 1).strip()}'; sleep 1; exit 1"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     assert run.run() == 1
@@ -187,16 +187,16 @@ def test_a_launcher_that_outlives_its_ranks_is_ended(
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
     assert run.processes[0].poll() == -9 and bool(run.signals) == signalled
-    assert run.end is supervisor.End.OUTLIVED
+    assert run.abort is supervisor.Abort.OUTLIVED
     assert run.state is (supervisor.State.STOPPING if signalled else supervisor.State.RUNNING)
-    assert "their launcher still waits; ending it" in capfd.readouterr().err
+    assert "their launcher still waits; terminating it" in capfd.readouterr().err
 
 
 def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pdsh passes no signal on: without a heartbeat the ranks would never stop."""
-    monkeypatch.setattr(remote, "run_on", lambda host, command: subprocess.run(["sh", "-c", command]))
+    monkeypatch.setattr(remote, "run_over_ssh", lambda host, command: subprocess.run(["sh", "-c", command]))
     (tmp_path / "line").write_bytes(beats()[0].encode().replace(b'"pid": 1,', b'"pid": PID,'))
     known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'
     script = f"trap 'exit 130' USR1; cd {tmp_path}; {known}; while :; do sleep 0.1; done"
@@ -214,7 +214,8 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
     monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.5)
     monkeypatch.setattr(supervisor, "END_PATIENCE_S", 1.0)
     ended = beats(r0=75)[0].encode()
-    monkeypatch.setattr(remote, "run_on", lambda host, command: (tmp_path / "heartbeat-0.json").write_bytes(ended))
+    file = tmp_path / "heartbeat-0.json"
+    monkeypatch.setattr(remote, "run_over_ssh", lambda host, command: file.write_bytes(ended))
     for rank in (0, 1):
         (tmp_path / f"line-{rank}").write_bytes(beats()[rank].encode())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"

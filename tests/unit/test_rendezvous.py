@@ -7,7 +7,7 @@ import pytest
 from launcher.targets import slurm
 from trainer.config import UserError
 from trainer.contract import rendezvous
-from trainer.contract.rendezvous import first_host, free_port, read_rank_variables, srun_rendezvous
+from trainer.contract.rendezvous import free_port, parse_first_host, read_rank_variables, srun_rendezvous
 from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -64,7 +64,7 @@ def test_a_place_that_cannot_be(variables: dict[str, str], expected: int | None,
     ],
 )
 def test_the_first_host_of_a_short_form(node_list: str, first: str) -> None:
-    assert first_host(node_list) == first
+    assert parse_first_host(node_list) == first
 
 
 def test_srun_alone_gives_a_meeting_point() -> None:

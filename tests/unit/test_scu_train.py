@@ -223,7 +223,10 @@ def test_requirements_with_a_gpu(
         ("version", "FAIL pyyaml"),
         ("memory", "WARN GPU 0 8 GB of memory are needed"),
         ("capability", "WARN GPU 0 compute capability 7.0 or newer is needed"),
-        ("CUDA", "FAIL CUDA torch was built for 13.0, and the driver supports at most 12.4 fix: update the driver"),
+        (
+            "CUDA",
+            "FAIL CUDA torch was built for CUDA 13.0, but the driver supports at most 12.4 fix: update the driver",
+        ),
         ("CUDA of torch", "FAIL CUDA this torch was built without CUDA"),
     ],
 )

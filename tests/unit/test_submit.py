@@ -249,7 +249,7 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
     shown = dict(describe_run(tmp_path))
-    assert shown["state"] == "ended with 75" and "left" not in shown
+    assert shown["state"] == "exited with code 75" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
     assert dict(describe_run(tmp_path))["state"].startswith("silent for 1:0")
     lock.release()
@@ -273,7 +273,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))
     shown = dict(describe_run(tmp_path))
-    assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
+    assert shown["state"] == "exited with code 1, rank 0 at step 41, phase backward" and "left" not in shown
 
 
 def test_heartbeat_text_cannot_imitate_another_line(tmp_path: Path) -> None:

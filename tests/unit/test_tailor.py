@@ -108,7 +108,7 @@ def test_init_reads_local_model_and_data(
         (
             "org/model",
             "chats.jsonl",
-            "warning: org/model could not be read, here or on the hub, so the file has the settings of the preset",
+            "warning: org/model could not be read, locally or on the Hub, so the file has the settings of the preset",
         ),
     ):
         init(model=model, data=data, output=Path("there.yaml"), force=True)

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.gguf import check_architecture, max_context_length, write_gguf
+from trainer.commands.export.adapters import ADAPTER_FORMATS, export_adapter
+from trainer.commands.export.gguf import check_architecture, compute_max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import build_modelfile
 from trainer.commands.merged_model import build_merged, merge, save_merged
@@ -43,7 +43,7 @@ class TextAdapter:
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        if form in ADAPTER_FORMS:
+        if form in ADAPTER_FORMATS:
             return export_adapter(run, form, output)
         if form == "hf":
             merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
@@ -51,8 +51,8 @@ class TextAdapter:
         return export_gguf(run, form, output, dtype=dtype)
 
     @staticmethod
-    def copy_companions(run: FinishedRun, folder: Path) -> None:
-        """Write to `folder` the tokenizer files that are uploaded with the adapter."""
+    def write_upload_files(run: FinishedRun, folder: Path) -> None:
+        """Write the tokenizer files to upload with the adapter."""
         write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
@@ -81,8 +81,8 @@ class ImageAdapter:
         return [f"pipeline.load_lora_weights({str(output)!r})"]
 
     @staticmethod
-    def copy_companions(run: FinishedRun, folder: Path) -> None:
-        """Copy the adapter in diffusers' format and the final sample images."""
+    def write_upload_files(run: FinishedRun, folder: Path) -> None:
+        """Write the adapter in diffusers' format and the final sample images, to upload with the adapter."""
         shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
         for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
             (folder / SAMPLES).mkdir(exist_ok=True)
@@ -105,7 +105,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
         else:
             lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
             move_into_place(folder, output)
-    if (context := max_context_length(config)) < config.max_position_embeddings:
+    if (context := compute_max_context_length(config)) < config.max_position_embeddings:
         lines.append(f"context of {context:,} tokens: llama.cpp does not support this model's sliding window")
     if chats_differ(tokenizer):
         lines.append("llama.cpp handles spaces after special tokens differently, so it may tokenize chats differently")
@@ -119,21 +119,21 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:
-        lines.append("no TEMPLATE: Ollama cannot format prompts as in training; see the Modelfile")
+        lines.append("TEMPLATE omitted: Ollama cannot format prompts as in training; see the Modelfile")
     if "\n# No SYSTEM" in text:
-        lines.append("no SYSTEM: Ollama would change the system prompt; see the Modelfile")
+        lines.append("SYSTEM omitted: Ollama would change the system prompt; see the Modelfile")
     return lines
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
-    """Write the pipeline with the adapter merged: W + s B A, computed in 32 bits and rounded once.
+    """Write the pipeline with the adapter merged: W + s B A, computed in fp32 and rounded once.
 
-    Raises UserError if `output` is not empty, or if the base has random weights.
+    Raises UserError if `output` is not empty, or if the base model has random weights.
     """
     check_output(output)
     pipeline = read_pipeline(run.config.base_model, run.config.model)
     if pipeline.folder is None:
-        raise UserError(f"base_model={run.config.base_model}: a random base cannot be merged; train on a stored model")
+        raise UserError(f"base_model={run.config.base_model}: random weights cannot be merged; train on a saved model")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
     adapted = load_adapter(model, str(run.folder), in_32_bits=True)
     scale_adapter(adapted, scale)
@@ -160,5 +160,5 @@ def _read_stored_dtype(folder: Path) -> torch.dtype:
 KINDS: dict[object, type[TextAdapter] | type[ImageAdapter]] = {LanguageKind: TextAdapter, ImageKind: ImageAdapter}
 
 
-def adapter_kind(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
+def get_adapter_class(run: FinishedRun) -> type[TextAdapter] | type[ImageAdapter]:
     return KINDS[find_adapter_kind(run)]

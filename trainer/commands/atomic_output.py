@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from trainer.config import UserError
 from trainer.contract.folder_lock import describe_live_holder
-from trainer.contract.output_files import describe_disk, disk_error
+from trainer.contract.output_files import describe_disk, describe_disk_error
 from trainer.contract.whole_files import apply_umask
 
 
@@ -59,13 +59,13 @@ def temporary_output(output: Path) -> Iterator[Path]:
         try:
             temporary.mkdir(parents=True)
         except OSError as error:
-            if disk_error(error):
+            if describe_disk_error(error):
                 raise
             reason = error.strerror
             raise UserError(f"{output}: cannot be written ({reason}); use another folder with --output") from None
         yield temporary
     except Exception as error:  # tokenizers raises plain Exception
-        reason = disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)
+        reason = describe_disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)
         if reason is None:
             raise
         problem = f"{output}: cannot be written ({reason}; {describe_disk(output)})"

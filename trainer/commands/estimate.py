@@ -20,7 +20,7 @@ from trainer.commands import speed
 from trainer.commands.longest_sequence import find_longest, format_longest, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.config.command_line import positive_int
-from trainer.contract.default_ranks import visible_gpus
+from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, describe_steps
 from trainer.memory.advice import describe_misfit
@@ -79,25 +79,25 @@ def build_report(
         "bytes_received": planner.bytes_received(resolved),
         "fits": estimate.needed <= memory,
         "recommended": None if best is None else _recommend(planner, best, memory),
-        "largest_batch_size": _largest_batch(planner, resolved, memory),
+        "largest_batch_size": _find_max_batch(planner, resolved, memory),
         "decisions": planner.build_decisions(resolved).to_json(),
-        "stages": [_stage_row(planner, choice, memory) for choice in table],
+        "stages": [_build_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
 
 def _recommend(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
     names = [name for name in ("offload_optimizer", "offload_parameters") if getattr(best.zero, name)]
     offloads = {f"zero.{name}": True for name in names}
-    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _largest_batch(planner, best, memory)}
+    return {"zero.stage": best.zero.stage, **offloads, "training.batch_size": _find_max_batch(planner, best, memory)}
 
 
-def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
+def _find_max_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest batch_size that leaves a memory reserve, or the configured one if it is larger and fits."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.find_largest_batch(config, memory))
 
 
-def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
+def _build_stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
     zero = choice.config.zero
     row: dict[str, Any] = {
         "stage": zero.stage,
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
-    gpus = arguments.gpus or len(visible_gpus()) or 1
+    gpus = arguments.gpus or len(list_visible_gpus()) or 1
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
         raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
         card = REFERENCE_CARD if arguments.card is None else arguments.card
-        network = speed.find_network(planner, arguments)
+        network = speed.resolve_network_bandwidth(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
         print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, card, context)))

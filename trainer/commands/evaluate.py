@@ -1,4 +1,4 @@
-"""`zerolora eval RUN`: held-out loss of the base with and without the adapter, with intervals.
+"""`zerolora eval RUN`: held-out loss of the base model with and without the adapter, with intervals.
 
 Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
 (Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
@@ -48,7 +48,7 @@ from trainer.model.image_reader import build_image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 from trainer.setup.text_run import find_task, tokenize
 from trainer.tasks.lm_eval_scores import TaskScores
 
@@ -159,7 +159,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
 def load_held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the run's held-out samples, or all samples of `data`, read as in the run; and whether they are pairs.
+    """Return the run's held-out samples, or all samples of `data` read as in training, and whether they are pairs.
 
     Raises UserError if the run has no held-out samples and `data` is None, or if `data` is for another task.
     """
@@ -252,7 +252,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument(
-        "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
+        "--data", metavar="FILE", help="a file, folder or Hub ID to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to run instead")
@@ -306,13 +306,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_unsupported(run, "eval")
+    check_task_supports(run, "eval")
     config = run.config
     tokenizer = load_saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:
-        refuse_unsupported(run, "eval --tasks")
+        check_task_supports(run, "eval --tasks")
         record |= _score_tasks(arguments, run, tokenizer, batch_size)
     else:
         record |= _measure_held_out(arguments, run, tokenizer, batch_size)

@@ -1,4 +1,4 @@
-"""`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally alongside its base."""
+"""`zerolora generate RUN [PROMPT ...]`: generate responses with a trained adapter, and with its base model."""
 
 import argparse
 import inspect
@@ -44,7 +44,7 @@ from trainer.model.base import context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 
 
 class AnswerStreamer(TextStreamer):
@@ -71,8 +71,8 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
 
-    def arguments(self) -> dict[str, Any]:
-        """Return arguments of `generate` that override the base's generation settings."""
+    def build_arguments(self) -> dict[str, Any]:
+        """Return arguments of `generate` that override the base model's generation settings."""
         if self.temperature == 0:
             return GREEDY
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -93,7 +93,7 @@ def generate_answers(
     Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated,
     and `images` belong to a single row.
     """
-    options = {"streamer": streamer, **sampling.arguments()}
+    options = {"streamer": streamer, **sampling.build_arguments()}
     if images is not None:
         base = model.get_base_model()
         accepted = inspect.signature(base.forward).parameters
@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model. Unless the base answers too (`both`), merge the adapter if possible, or fuse it."""
+    """Load the trained model; unless the base model is needed too (`both`), merge the adapter or fuse it."""
     model = load_trained(run, tokenizer, default_device())
     if both:
         return model
@@ -142,10 +142,10 @@ def load_for_prompts(
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
     """Return model, tokenizer, data settings, format of plain-text prompts and images for the command's options.
 
-    --system replaces the system prompt in the settings. Raises UserError.
+    --system replaces the system prompt in the settings. Raises UserError for options that the run does not support.
     """
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_unsupported(run, "generate")
+    check_task_supports(run, "generate")
     tokenizer = load_saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
@@ -228,7 +228,7 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora generate",
-        description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
+        description="Generate responses with a trained adapter; without a PROMPT, every line of standard input is one.",
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a separate conversation")

@@ -14,7 +14,7 @@ from rich.console import Console
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
-from trainer.contract.default_ranks import default_ranks
+from trainer.contract.default_ranks import choose_default_ranks
 from trainer.setup.kinds import find_model_kind
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # data may contain characters that the terminal cannot show
     console = Console()
     quiet_libraries()
-    ranks = arguments.ranks or default_ranks()
+    ranks = arguments.ranks or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     loaded = load_config(arguments.config, arguments.overrides)
     for note in loaded.notes:

@@ -86,12 +86,12 @@ class IntegerMerge:
             values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
         unquantized = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         unquantized = [path for path in unquantized if path not in self._layers]
-        model.config.quantization_config = _quantization_config(self._form, unquantized)
+        model.config.quantization_config = _build_quantization_config(self._form, unquantized)
         print(f"{len(self._layers)} layers in {self._form}", file=sys.stderr)
         return values
 
 
-def _quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str, Any]:
+def _build_quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,

@@ -1,22 +1,22 @@
-"""`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora."""
+"""`zerolora merge RUN`: merge base model and adapter into one model that needs neither PEFT nor zerolora."""
 
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
-from trainer.commands.adapter_kinds import adapter_kind
+from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, reports_errors
 from trainer.model.integer_weights import BITS
 from trainer.model.saved_adapter import parse_scale
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
-        prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
+        prog="zerolora merge", description="Merge an adapter into its full-precision base model, as safetensors."
     )
-    add_run_arguments(parser, "location of the full-precision base, if it was moved")
+    add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype",
@@ -44,5 +44,5 @@ def main(argv: list[str] | None = None) -> None:
         "--dtype=stored": arguments.dtype == "stored",
     }
     for option in (option for option, is_used in used.items() if is_used):
-        refuse_unsupported(run, f"merge {option}")
-    print(f"merged model: {adapter_kind(run).merge(run, arguments.output or arguments.run / name, **options)}")
+        check_task_supports(run, f"merge {option}")
+    print(f"merged model: {get_adapter_class(run).merge(run, arguments.output or arguments.run / name, **options)}")

@@ -1,6 +1,6 @@
-"""Merge base and adapter into one model that needs neither PEFT nor zerolora.
+"""Merge base model and adapter into one model that needs neither PEFT nor zerolora.
 
-Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
+Each adapted weight becomes W + s B A, added in fp32 and rounded once to the model's dtype. The base is read in full
 precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
 published in MXFP4 (gpt-oss) is requantized to it, and the error is printed. An FP8 base is dequantized to the requested
 dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored requantized to its own format.
@@ -89,11 +89,11 @@ def build_merged(
     """
     tokenizer = load_saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
-    torch_dtype = _choose_dtype(run, dtype)  # refuses a quantized base
+    torch_dtype = _choose_dtype(run, dtype)  # raises for a quantized base
     torch_dtype = torch_dtype if integers is None else integers.dtype
     base = load_full_base(run, torch_dtype)
     types = {name: tensor.dtype for name, tensor in (*base.named_parameters(), *base.named_buffers())}
-    # With a 32-bit adapter only the sum is rounded.
+    # With an fp32 adapter only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
@@ -138,7 +138,7 @@ def _untie_head(adapted: Any) -> None:
 
 
 def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
-    """Return the merged model's dtype; `auto` is the stored base's dtype, or fp32 if its config.json has none.
+    """Return the merged model's dtype; `auto` is the stored base's dtype (fp32 if none, bf16 if unsupported).
 
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """

@@ -1,4 +1,4 @@
-"""`zerolora push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
+"""`zerolora push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face Hub.
 
 No uploaded file contains a local path: the run's configuration and logs are not uploaded, and the model card names
 local models and data by the last part of their path.
@@ -17,7 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from trainer.checkpoint.adapter_files import SETTINGS
 from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, quiet_libraries
-from trainer.commands.adapter_kinds import adapter_kind
+from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
@@ -30,10 +30,10 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write to `folder` the files to upload, and the card also to the adapter's folder; return the sorted files."""
+    """Write the files to upload to `folder`, and the model card also to the adapter's folder; return them sorted."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    adapter_kind(run).copy_companions(run, folder)
+    get_adapter_class(run).write_upload_files(run, folder)
     base = public_name(run.config.base_model)
     settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -58,7 +58,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Create the repository if necessary and commit `folder` to it; return its URL.
 
-    Raises UserError if the hub is unreachable or refuses; the message contains no part of the token.
+    Raises UserError if the Hub is unreachable or rejects the upload; the message contains no part of the token.
     """
     disable_progress_bars()
     api = HfApi()
@@ -77,7 +77,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def _explain_refusal(status: int) -> str:
-    """Explain a refusal by the hub without quoting it, since it may contain the request."""
+    """Explain why the Hub rejected an upload, without quoting the response, which may contain the request."""
     reasons = {
         401: f"the hub does not accept the token; {LOGIN}",
         403: "the token may not write there; use your own namespace, and a token with write access",
@@ -89,9 +89,9 @@ def _explain_refusal(status: int) -> str:
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
-        prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
+        prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face Hub."
     )
-    add_run_arguments(parser, "the base model's name on the hub, if a folder was used")
+    add_run_arguments(parser, "the base model's Hub ID, if a folder was used")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
         files = stage_files(run, repo, folder)
         base = public_name(run.config.base_model)
         if not is_on_hub(base):
-            print(f"note: {base} is a local model; pass its name on the hub with --base-model", file=sys.stderr)
+            print(f"note: {base} is a local model; pass its Hub ID with --base-model", file=sys.stderr)
         if arguments.dry_run:
             for file in files:
                 print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")

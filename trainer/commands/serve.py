@@ -14,10 +14,10 @@ from pathlib import Path
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
 from trainer.commands.export.__main__ import export
-from trainer.commands.export.servers import lora_arguments
+from trainer.commands.export.servers import build_lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.command_line import port_number
-from trainer.setup.kinds import refuse_unsupported
+from trainer.setup.kinds import check_task_supports
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 SERVERS = (*MODULES, "llama.cpp")
@@ -34,7 +34,7 @@ class Server:
 
 
 def find_server(requested: str, python: str) -> Server:
-    """Return the requested server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
+    """Return the requested server, or with `auto` the first installed one. Raises UserError if it is not installed."""
     try:
         command = [python, "-c", FIND_MODULES, *MODULES]
         modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -56,7 +56,7 @@ def find_server(requested: str, python: str) -> Server:
 
 
 def export_once(run: FinishedRun, form: str, output: Path) -> Path:
-    """Export the run to `output`, unless an export newer than the adapter exists there. Raises UserError."""
+    """Export the run unless `output` exists. Raises UserError if it is older than the adapter."""
     if not output.exists():
         export(run, form, output)
         print(f"exported to {output}")
@@ -77,10 +77,10 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
         return [*server.command, model_option, str(model), "--served-model-name", name]
     if scaling := run.config.model.rope_scaling:
         raise UserError(
-            f"model.rope_scaling.type={scaling.type}: the server would load the base without it; pass --merged"
+            f"model.rope_scaling.type={scaling.type}: the server would load the base model without it; pass --merged"
         )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
-    command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
+    command = [*server.command, model_option, run.config.base_model, *build_lora_arguments(server.name, adapter, name)]
     if run.config.model.revision:
         command += ["--revision", run.config.model.revision]
     if (template := adapter / "chat_template.jinja").exists():
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora serve", description="Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."
     )
-    add_run_arguments(parser, "location of the full-precision base, if it was moved")
+    add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     parser.add_argument("--server", choices=("auto", *SERVERS), default="auto", help="default: first installed")
     parser.add_argument(
         "--python", default=sys.executable, metavar="FILE", help="Python of the environment with vLLM or SGLang"
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
-    refuse_unsupported(run, "serve")
+    check_task_supports(run, "serve")
     command = build_command(run, server, options.run, merged=options.merged)
     command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
     print(shlex.join(command), flush=True)

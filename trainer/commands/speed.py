@@ -27,7 +27,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     """Predict speed, time and cost of a resolved configuration; None without --network, --price and --card."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
-    network = find_network(planner, arguments)
+    network = resolve_network_bandwidth(planner, arguments)
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
@@ -52,7 +52,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     }
 
 
-def find_network(planner: Planner, arguments: argparse.Namespace) -> float | None:
+def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -> float | None:
     """Return the bytes per second that each GPU receives from other hosts; None if unknown.
 
     Raises UserError unless --network is a bandwidth, such as `50GB/s` or `400Gbit/s`.

@@ -25,7 +25,7 @@ from trainer.config.command_line import positive_int
 from trainer.config.errors import format_count
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import dump
-from trainer.contract.default_ranks import default_ranks
+from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
@@ -77,12 +77,12 @@ class Profile:
     """Experts per token."""
     expert_width: int = 0
 
-    def expert_rank(self, rank: int) -> int:
+    def compute_expert_rank(self, rank: int) -> int:
         """Return the experts' rank, as set by `lora.expert_rank: r/top_k`."""
         return max(1, rank // self.top_k)
 
-    def adapter_parameters(self, rank: int) -> int:
-        return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
+    def count_parameters(self, rank: int) -> int:
+        return rank * self.per_rank + self.compute_expert_rank(rank) * self.per_expert_rank
 
 
 def choose_settings(request: Request) -> tuple[Settings, list[str]]:
@@ -103,7 +103,7 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     trained, packs = 1 - settings.get("dataset.val_split", (0.0, ""))[0], settings["dataset.packing"][0]
     sequences = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
     samples = max(1, (math.ceil if packs else round)(trained * sequences))
-    minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
+    minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _choose_epochs(documents)
     why = f"fewer epochs would have fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
     settings["training.epochs"] = (max(minimum, usual), f"{documents:,} documents; {why}")
     settings["training.global_batch_size"] = ("auto", "")
@@ -142,12 +142,12 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     """Adapt all linear layers, with the lowest usual rank that has enough capacity; return a warning if none has."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
-    ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
+    ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
     information = BITS_PER_TOKEN * trained
     rank = next(
-        (rank for rank in ranks if BITS_PER_PARAMETER * profile.adapter_parameters(rank) >= information), ranks[-1]
+        (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information), ranks[-1]
     )
-    parameters = profile.adapter_parameters(rank)
+    parameters = profile.count_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
     why = f"{parameters:,} adapter parameters can learn about {capacity / 1e6:,.1f} Mbit; the data has {data}"
@@ -169,7 +169,7 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
     length = min(-(-needed // 64) * 64, context)
     pack = min(max(length, PACK_LENGTH), context)
     short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
-    steps = _usual_epochs(documents) * total // (pack * request.gpus)
+    steps = _choose_epochs(documents) * total // (pack * request.gpus)
     packs = short and steps >= ENOUGH_STEPS
     length = pack if packs else length
     cut = int((profile.tokens > length).sum())
@@ -195,7 +195,7 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
         )
 
 
-def _usual_epochs(documents: int) -> int:
+def _choose_epochs(documents: int) -> int:
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
@@ -206,9 +206,9 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
     longest = config.dataset.max_length
     planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume(request.gpus, "bf16"))
     tried: list[str] = []
-    for adapter, stage, recompute, offload in _placements(request.gpus):
+    for adapter, stage, recompute, offload in _list_placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
-        base = "the base only fits in 4 bits" if adapter == "qlora" else "the base fits in 16 bits"
+        base = "the base model only fits in 4 bits" if adapter == "qlora" else "the base model fits in 16 bits"
         kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
@@ -216,11 +216,11 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
             "training.gradient_checkpointing": (recompute, kept),
             "zero.stage": (
                 stage,
-                "every rank holds the whole base" if stage == 2 else "the base is sharded over the ranks",
+                "every rank holds the whole base model" if stage == 2 else "the base model is sharded over the ranks",
             ),
         }
         if offload:
-            chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
+            chosen["zero.offload_parameters"] = (True, "the base model stays in host memory, to fit")
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
@@ -235,7 +235,7 @@ def _choose_placement(settings: Settings, request: Request, prepared: Prepared, 
     )
 
 
-def _placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
+def _list_placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
     """Yield (adapter, ZeRO stage, gradient checkpointing, offload) from the fastest to the most frugal."""
     for adapter in ("lora", "qlora"):
         for recompute in ("none", "non_reentrant"):
@@ -269,7 +269,7 @@ def _build_config(settings: Settings) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def _find_gpu_memory(option: str | None) -> tuple[int, str]:
+def _resolve_gpu_memory(option: str | None) -> tuple[int, str]:
     if option is not None:
         return parse_memory(option), f"of {option}"
     if torch.cuda.is_available():
@@ -304,11 +304,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     arguments = parser.parse_args(argv)
-    gpus = arguments.gpus or default_ranks()
+    gpus = arguments.gpus or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     check_output_file(arguments.output, f"--output {arguments.output}")
-    memory, gpu_text = _find_gpu_memory(arguments.gpu_memory)
+    memory, gpu_text = _resolve_gpu_memory(arguments.gpu_memory)
     request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
     settings, warnings = choose_settings(request)
     write_whole(arguments.output, render_yaml(settings, arguments.output, warnings))

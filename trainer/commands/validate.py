@@ -12,7 +12,7 @@ import shlex
 from trainer.checkpoint.output_folder import check_early, find_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
-from trainer.contract.default_ranks import default_ranks
+from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.standard_streams import PROGRESS
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)
-    ranks = arguments.ranks or default_ranks()
+    ranks = arguments.ranks or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     # Fast, without importing torch.
     loaded = load_config(arguments.config, arguments.overrides)

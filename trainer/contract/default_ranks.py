@@ -11,24 +11,24 @@ from trainer.config.errors import UserError
 CPU_RANKS = 2
 
 
-def default_ranks(env: Mapping[str, str] = os.environ) -> int:
+def choose_default_ranks(env: Mapping[str, str] = os.environ) -> int:
     """Return the default number of ranks, from the SLURM job or else from this machine's GPUs.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
-    if in_allocation(env):
-        return int(env.get("SLURM_JOB_NUM_NODES") or 1) * (ranks_per_node(env) or 1)
-    return len(visible_gpus()) or CPU_RANKS
+    if is_in_allocation(env):
+        return int(env.get("SLURM_JOB_NUM_NODES") or 1) * (read_ranks_per_node(env) or 1)
+    return len(list_visible_gpus()) or CPU_RANKS
 
 
-def visible_gpus() -> list[int]:
+def list_visible_gpus() -> list[int]:
     """Return the indices of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, without importing torch.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
-    identifiers = installed_gpus()
+    identifiers = list_installed_gpus()
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not identifiers or allowed is None:
         return list(range(len(identifiers)))
@@ -38,7 +38,7 @@ def visible_gpus() -> list[int]:
 def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     """Return the indices in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value selects.
 
-    As in CUDA, entries are indices or prefixes of UUIDs, and the list ends at -1. Raises UserError for others.
+    As in CUDA, entries are indices or prefixes of UUIDs, and the list ends at -1. Raises UserError for other entries.
     """
     chosen: list[int] = []
     for entry in (entry.strip() for entry in allowed.split(",")):
@@ -64,7 +64,7 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     return chosen
 
 
-def installed_gpus() -> list[str]:
+def list_installed_gpus() -> list[str]:
     """Return the UUIDs of the GPUs, or the names of their device files if nvidia-smi is not installed."""
     if shutil.which("nvidia-smi"):
         try:
@@ -77,12 +77,12 @@ def installed_gpus() -> list[str]:
     return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-def in_allocation(env: Mapping[str, str]) -> bool:
+def is_in_allocation(env: Mapping[str, str]) -> bool:
     """Return whether this process can start steps of a SLURM job."""
     return "SLURM_JOB_ID" in env and shutil.which("srun") is not None
 
 
-def ranks_per_node(env: Mapping[str, str]) -> int | None:
+def read_ranks_per_node(env: Mapping[str, str]) -> int | None:
     """Return the requested GPUs per node, else the allocated ones, else the tasks per node; None if none are set.
 
     With `--exclusive`, all GPUs of a node are allocated, even if fewer were requested.

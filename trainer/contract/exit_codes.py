@@ -38,5 +38,5 @@ def to_exit_code(status: int) -> int:
 
 
 def choose_stop_code(signals: Sequence[int], *, at_once: bool = False) -> int:
-    """Return 75 if SIGUSR1 is among the signals, else 128 + the first (`at_once`: the last, which ended the run)."""
+    """Return 75 if SIGUSR1 is among the signals, else 128 + the first one (`at_once`: the last one)."""
     return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if at_once else 0]

@@ -86,7 +86,7 @@ class Lock:
         return True if any(states) else None if not states or None in states else False
 
     def is_predecessor_of(self, other: "Lock") -> bool:
-        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has ended."""
+        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has terminated."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
@@ -94,7 +94,7 @@ class FolderLock:
     """The lock of a run's folder, held by this process until `release` or the end of the `with` block."""
 
     def __init__(self, run_dir: Path, lock: Lock, *, owns: bool) -> None:
-        self._run_dir, self._path, self._lock, self._owns = run_dir, lock_path(run_dir), lock, owns
+        self._run_dir, self._path, self._lock, self._owns = run_dir, get_lock_path(run_dir), lock, owns
         self._is_lost = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
@@ -107,7 +107,7 @@ class FolderLock:
         Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job or, under a
         scheduler, if this job resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
         """
-        path, lock, watch = lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
+        path, lock, watch = get_lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not _create(path, lock):
             held = _read(path)
@@ -139,7 +139,7 @@ class FolderLock:
         if lock.token != token:
             raise _lost_error(run_dir, lock)
         lock = replace(lock, holders=(lock.holders[0], Holder.for_this_process()))
-        write_json(lock_path(run_dir), asdict(lock))
+        write_json(get_lock_path(run_dir), asdict(lock))
         return cls(run_dir, lock, owns=False)
 
     @property
@@ -201,14 +201,14 @@ class FolderLock:
         self.release()
 
 
-def lock_path(run_dir: Path) -> Path:
+def get_lock_path(run_dir: Path) -> Path:
     return run_dir / "logs" / LOCK_FILE
 
 
-def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
+def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
     """Raise UserError if a live run of this machine holds the folder, without writing anything."""
     try:
-        held = _read(lock_path(run_dir))
+        held = _read(get_lock_path(run_dir))
     except OSError:
         return  # reported by later checks
     if held is not None and held.is_alive() and not _should_wait(Lock.for_this_process(), held, resumes):
@@ -223,7 +223,7 @@ def can_see_lock(run_dir: Path, token: str) -> bool:
 
 def describe_live_holder(run_dir: Path) -> str | None:
     """Describe the run that holds the folder; None if no run holds it, or if the holder is known to be dead."""
-    held = _read(lock_path(run_dir))
+    held = _read(get_lock_path(run_dir))
     return None if held is None or held.is_alive() is False else held.describe()
 
 
@@ -234,7 +234,7 @@ class _HolderWatch:
         self._changed_at = 0.0
 
     def is_alive(self, lock: Lock) -> bool | None:
-        """Return whether a holder is alive; None if it is not yet known."""
+        """Return whether a holder is alive; None while this is unknown."""
         if (alive := lock.is_alive()) is not None:
             return alive
         now, state = time.monotonic(), (lock.token, lock.beat)
@@ -305,7 +305,7 @@ def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | No
     """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S`."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:
-        held = _read(lock_path(run_dir))
+        held = _read(get_lock_path(run_dir))
         if (held is not None and is_wanted(held)) or time.monotonic() > deadline:
             return held
         time.sleep(0.2)

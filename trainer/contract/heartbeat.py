@@ -25,11 +25,11 @@ from trainer.config.files import Count, ProcessId, Seconds, UnreadableFile, find
 LINE_BYTES, STEP_BYTES = 768, 32
 MAX_BYTES, MAX_STEPS = 1 << 16, 2**63
 ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
-BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
+BUILD_LOCK = "an extension build's lock (`zerolora doctor` shows it)"
 """The `place` of a rank that waits for another process to compile an operator."""
 VERDICT_FILE = "hang.json"
 STACK_MARK = "Python stack of rank"
-"""Begins the stack that a hanging rank writes to its log."""
+"""Prefix of the line before the stack that a hanging rank writes to its log."""
 
 
 @dataclass(frozen=True)

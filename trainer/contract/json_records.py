@@ -15,18 +15,18 @@ MAX_METRICS_BYTES = 1 << 34
 Record = dict[str, int | float | None]
 _Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e300, lt=1e300)]
-_Shape = dict[str, _Number | _Whole | None]
+_Schema = dict[str, _Number | _Whole | None]
 
 SWEEP = "sweep.json"
 
 MARK = "zerolora-doctor: "
-"""Begins a line of JSON with the results of a process of `zerolora doctor`."""
+"""Prefix of the line of JSON in which a process of `zerolora doctor` prints its results."""
 State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
     """Return the metrics of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
-    record: Record = parse_json(line, path, _Shape)
+    record: Record = parse_json(line, path, _Schema)
     step = record.get("step")
     if step is None or step < 0:
         raise UnreadableFile(path, "has a record without a step, or with a negative step")

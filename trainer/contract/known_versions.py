@@ -1,7 +1,7 @@
-"""Installed versions of libraries, and the versions in which we have tested the private names that we use.
+"""Compare installed libraries with the versions in which we have tested the private APIs that we use.
 
-Private names may change within the version ranges of pyproject.toml. A run with untested versions warns once, and a
-missing private name is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
+Private APIs may change within the version ranges of pyproject.toml. A run with untested versions warns once, and a
+missing private API is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
 replaces library code.
 """
 
@@ -29,7 +29,7 @@ KNOWN = {
     "lm_eval": ("0.4.13",),
     "compressed-tensors": ("0.20.0",),
 }
-"""Tested versions of the libraries from which we use private names, newest last."""
+"""Tested versions of the libraries with private APIs that we use, newest last."""
 
 
 def installed(library: str) -> str | None:
@@ -47,14 +47,14 @@ def describe_untested() -> list[str]:
     ]
 
 
-def version_warning() -> str | None:
+def build_version_warning() -> str | None:
     """Return a warning if any version is untested; None if all are tested."""
     lines = describe_untested()
     return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None
 
 
 def changed(library: str, what: str) -> UserError:
-    """Return the error to raise if a private name of a library has changed."""
+    """Return the error to raise if a private API of a library has changed."""
     release, tested = installed(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting

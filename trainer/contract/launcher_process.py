@@ -84,7 +84,7 @@ def tie_children_to_this_process() -> None:
 
 
 def keep_alive_file(logs: Path, ended: threading.Event) -> None:
-    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set, even on a full disk."""
+    """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set; tolerate disk errors."""
     has_failed = False
     while True:
         try:
@@ -119,7 +119,7 @@ class LauncherWatch:
         """Also exit if the launcher's process is not visible and its file has not changed for `timeout_s` seconds."""
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
-    def find_loss(self) -> str | None:
+    def find_lost_launcher(self) -> str | None:
         """Describe the process or connection that was lost; return None if none was."""
         launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
@@ -151,7 +151,7 @@ class LauncherWatch:
         return self._seen is not None and now - self._seen[1] > self._timeout_s
 
     def _run(self) -> None:
-        while (loss := self.find_loss()) is None:
+        while (loss := self.find_lost_launcher()) is None:
             time.sleep(CHECK_EVERY_S)
         os.write(2, f"process {os.getpid()}: {loss}; exiting without a checkpoint\n".encode())
         exit_with_children(EXIT_FAILED)

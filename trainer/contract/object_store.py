@@ -25,7 +25,7 @@ VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime"
 
 @contextmanager
 def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the file system and path of a URL; convert errors to UserErrors that begin with `named` or the URL."""
+    """Yield the file system and path of a URL; convert errors to UserErrors prefixed with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 

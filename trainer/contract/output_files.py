@@ -17,7 +17,7 @@ _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers only hav
 
 
 def check_output_file(path: Path, named: str) -> None:
-    """Raise UserError, with a message that begins with `named`, if no file can be written at `path`."""
+    """Raise UserError, prefixed with `named`, if no file can be written at `path`."""
     folder = path.absolute().parent
     try:
         if path.is_dir():
@@ -34,7 +34,7 @@ def check_output_file(path: Path, named: str) -> None:
 
 
 def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
-    """Call `check_output_file`; also refuse an existing file unless it is a result, a JSON object with these keys."""
+    """Call `check_output_file`; also reject an existing file unless it is a JSON object with these keys."""
     check_output_file(path, named)
     if not path.is_file() or not path.stat().st_size:
         return
@@ -43,7 +43,7 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
 
 
 def check_settings_file(path: Path, named: str, *, force: bool) -> None:
-    """Call `check_output_file`; also refuse an existing file without `force`, or if zerolora did not write it."""
+    """Call `check_output_file`; also reject an existing file, unless `force` is set and zerolora wrote it."""
     check_output_file(path, named)
     if path.exists() and not force:
         raise UserError(f"{named}: already exists; use another file, or add --force")
@@ -51,7 +51,7 @@ def check_settings_file(path: Path, named: str, *, force: bool) -> None:
         raise UserError(f"{named}: was not written by zerolora; use another file, or remove this one")
 
 
-def disk_error(error: BaseException) -> str | None:
+def describe_disk_error(error: BaseException) -> str | None:
     """Return the operating system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _RUST.search(str(error))):
@@ -71,11 +71,11 @@ def describe_disk(path: Path) -> str:
 
 @contextmanager
 def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
-    """Append disk errors that the block raises to `failures`, and continue; `path` is on that disk."""
+    """Append disk errors in the block to `failures` instead of raising them; `path` is on that disk."""
     try:
         yield
     except Exception as error:  # tokenizers raises plain Exception
-        reason = disk_error(error)
+        reason = describe_disk_error(error)
         if reason is None:
             raise
         failures.append(f"{reason} ({describe_disk(path)})")

@@ -49,10 +49,10 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
 
 def srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous address and port of a SLURM step: its first node, and the port of its job."""
-    return first_host(env["SLURM_STEP_NODELIST"]), job_port(int(env["SLURM_JOB_ID"]))
+    return parse_first_host(env["SLURM_STEP_NODELIST"]), job_port(int(env["SLURM_JOB_ID"]))
 
 
-def first_host(node_list: str) -> str:
+def parse_first_host(node_list: str) -> str:
     """Return the first node of a SLURM node list, such as `gpu003` for `gpu[003-006,9],login`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
     if match is None:

@@ -42,7 +42,7 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read and remove the note; return None if it does not exist. Raises UnreadableFile."""
+        """Read and remove the note; return None if it does not exist. Raises UnreadableFile if it is damaged."""
         try:
             note: RestartNote = read_json(logs / _NOTE_FILE, cls)
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class AdapterChanges:
 
 
 def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `adapters` with the recorded changes; entries that already have the changes keep their order."""
+    """Return `entries` with the recorded changes; if they already have the changes, their order is kept."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:
         return list(entries)
@@ -117,7 +117,7 @@ def delete_restarts(run_dir: Path) -> None:
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)
 
 
-def complete_checkpoints(run_dir: Path) -> dict[str, int]:
+def list_complete_checkpoints(run_dir: Path) -> dict[str, int]:
     """Return the modification time (ns) of each complete checkpoint of the run, or of all its adapters, by name."""
     has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
@@ -126,6 +126,6 @@ def complete_checkpoints(run_dir: Path) -> dict[str, int]:
     return {name: marker.stat().st_mtime_ns for name, marker in numbered.items()}
 
 
-def newest_checkpoint(names: Iterable[str]) -> str:
+def find_newest_checkpoint(names: Iterable[str]) -> str:
     """Return the checkpoint with the highest step; an empty string if there is none."""
     return max(names, key=lambda name: int(name.rpartition("-")[2]), default="")

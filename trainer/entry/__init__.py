@@ -1,1 +1,1 @@
-"""Start and end a rank: settings, data, lock, watchdog and exit code; train several adapters in one run."""
+"""Run a rank from start to exit: settings, data, lock, watchdog and exit code; train several adapters in one run."""

@@ -1,4 +1,4 @@
-"""Train several adapters on one base (`adapters`): each is a `Run` with its data, loop and folder; passes are joint.
+"""Train several adapters on one base model (`adapters`): each is a `Run` with its own folder; passes are joint.
 
 A joint step is one step of each adapter, with the same gradient, clipping, schedule and random numbers as in a separate
 run. Each adapter's folder is the same as a separate run's, so each can resume without the others or with new ones.
@@ -54,10 +54,10 @@ SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp"
 class AdapterEngine:
     """Wraps the engine for one adapter's run, with only the adapter's optimizer group and separate step counts."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: Engine, index: int) -> None:
         self._engine = engine
         optimizer: Any = copy.copy(engine.basic_optimizer)
-        optimizer.param_groups = [engine.basic_optimizer.param_groups[number]]
+        optimizer.param_groups = [engine.basic_optimizer.param_groups[index]]
         optimizer._opt_called = True  # torch's schedules warn unless an update precedes their first step
         self.basic_optimizer: torch.optim.Optimizer = optimizer
         self.skipped_steps = self.global_steps = 0
@@ -72,7 +72,7 @@ class AdapterEngine:
 @dataclass
 class _Member:
     run: Run
-    number: int
+    index: int
     adapter: str
     """The adapter's name in the model."""
     has_finished: bool = False
@@ -116,11 +116,11 @@ class JointRun:
         assert choice is not None
         self._choice = choice
         self._members = [
-            _Member(run, number, name) for number, (run, name) in enumerate(zip(self.runs, choice.names, strict=True))
+            _Member(run, index, name) for index, (run, name) in enumerate(zip(self.runs, choice.names, strict=True))
         ]
         self._record({})
         for member in self._members:
-            run, adapter_engine = member.run, AdapterEngine(engine, member.number)
+            run, adapter_engine = member.run, AdapterEngine(engine, member.index)
             fused_head, run.resident = run.memory.decisions.fused_head.value, first.resident
             run.loss = self._loss if run is first else run.task.loss(engine.module, fused_head=fused_head)
             run.task.flat_packs = first.task.flat_packs
@@ -162,7 +162,7 @@ class JointRun:
                 "but need equal numbers; set training.gradient_accumulation_steps for all, and batch_size for each"
             )
         kind = find_model_kind(config)
-        longest = max(self.runs, key=lambda run: _find_max_length(run.prepared))
+        longest = max(self.runs, key=lambda run: _compute_max_length(run.prepared))
         combined = combine_adapters(config, configs, on_gpu=device.type == "cuda")
         memory = plan_memory(kind.planner, combined, longest.prepared, ranks, device, precision)
         for note in memory.notes:
@@ -185,7 +185,7 @@ class JointRun:
         self._engine.train()
         try:
             with exclude_from_garbage_collection():
-                while active := self._find_active_members():
+                while active := self._finish_done_members():
                     self._step(active, hooks)
         except UserError as error:
             for member in self._list_unfinished():
@@ -203,7 +203,7 @@ class JointRun:
     def _list_unfinished(self) -> list[_Member]:
         return [member for member in self._members if not member.has_finished and member.failure is None]
 
-    def _find_active_members(self) -> list[_Member]:
+    def _finish_done_members(self) -> list[_Member]:
         """Finish the adapters that have completed their last step, and return those with a next step."""
         for member in self._list_unfinished():
             if member.run.loop.is_done:
@@ -213,7 +213,7 @@ class JointRun:
                         member.run.end(stopped=False)
                     self._engine.train()
                     self._deactivate(member)
-                    self._record({member.number: 0})
+                    self._record({member.index: 0})
         return [member for member in self._list_unfinished() if member.run.loop.should_continue]
 
     def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
@@ -226,7 +226,7 @@ class JointRun:
         for hook in hooks:
             hook.after_launch(step)
         for member, step_in_flight, samples in zip(active, launched, consumed, strict=True):
-            self._call_loop(member, partial(Loop.follow, launched=step_in_flight, consumed=samples))
+            self._call_loop(member, partial(Loop.advance, launched=step_in_flight, consumed=samples))
             self._call_loop(member, Loop.after_step)
         # Show the mean loss; each adapter's metrics have its own.
         latest = [member.run.loop.latest for member in active]
@@ -248,12 +248,12 @@ class JointRun:
         except FloatingPointError as error:
             member.failure = error
             self._deactivate(member)
-            self._record({member.number: 1})
+            self._record({member.index: 1})
             member.run.say(f"[red]failed:[/red] {escape(str(error))}; the other adapters continue")
 
     def _deactivate(self, member: _Member) -> None:
         member.has_finished = member.failure is None
-        self._guard.waiting.add(member.number)
+        self._guard.waiting.add(member.index)
 
     def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
         """Launch a joint step; return, for each adapter, the step and the number of samples consumed on all ranks."""
@@ -281,12 +281,12 @@ class JointRun:
             with phase("optimizer step"):
                 engine.step()
         self._guard.check()
-        norms = torch.stack([self._guard.norms[member.number] for member in active]).double().to(device)
+        norms = torch.stack([self._guard.norms[member.index] for member in active]).double().to(device)
         applied = torch.isfinite(norms)
-        for number, member in enumerate(active):
+        for index, member in enumerate(active):
             if (steering := member.run.steering) is not None:
                 step = member.run.position.step + 1
-                steering.observe(step, sums[number, 0], counts[number, 0], sums[number, 2], applied[number])
+                steering.observe(step, sums[index, 0], counts[index, 0], sums[index, 2], applied[index])
         columns = [sums[:, 0], norms, applied.double(), sums[:, 1], nonfinite.double()]
         numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
         return [StepInFlight(row) for row in numbers], [samples for _, samples in fetched]
@@ -295,9 +295,9 @@ class JointRun:
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], scales: torch.Tensor, sums: torch.Tensor,
         penalty_scale: int,
     ) -> None:  # fmt: skip
-        """Run the forward and backward passes for the rows of all adapters, and add their losses to `sums`.
+        """Run a joint forward and backward pass over the micro-batches of all adapters, and add their losses to `sums`.
 
-        In the last micro-step, which adds SCU penalties, `penalty_scale` is the number of micro-steps; before, it is 0.
+        `penalty_scale` multiplies the SCU penalties: the number of micro-steps in the last micro-step, 0 in the others.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
@@ -311,13 +311,13 @@ class JointRun:
             losses = self._compute_losses(active, batches, merged)
             sums[:, 0] += losses.detach()
             total = (losses * scales).sum()
-            inactive = set(range(len(flat.buffers))) - {member.number for member in active}
+            inactive = set(range(len(flat.buffers))) - {member.index for member in active}
             # Every buffer has a gradient on every rank, including those of inactive adapters.
-            total = total + sum(flat.buffers[number].narrow(0, 0, 0).sum() for number in inactive)
-            for number, member in enumerate(active):
+            total = total + sum(flat.buffers[index].narrow(0, 0, 0).sum() for index in inactive)
+            for index, member in enumerate(active):
                 if penalty_scale and (steering := member.run.steering) is not None:
                     total = total + steering.penalty(member.run.position.step + 1) * penalty_scale
-                    sums[number, 2] = steering.measured_local()
+                    sums[index, 2] = steering.measured_local()
             with phase("backward"):
                 engine.backward(total)
 
@@ -337,19 +337,19 @@ class JointRun:
         return torch.stack([each.score(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
-        """Record adapters' folders and exit codes for `zerolora sweep --table`; an empty `codes` means all adapters."""
+        """Record folders and exit codes for `zerolora sweep --table`, of all adapters if `codes` is empty."""
         if not self._ranks.is_main:
             return
         if self._lock is not None:
             self._lock.check()
         self._folder.mkdir(parents=True, exist_ok=True)
         known = {run.folder: run for run in read_sweep(self._folder)}  # written by `zerolora sweep --together`
-        for number, run in enumerate(self.runs):
-            if number in codes or not codes:
+        for index, run in enumerate(self.runs):
+            if index in codes or not codes:
                 folder = str(Path(run.config.output_dir).absolute())
-                settings = [f"{name}={value}" for name, value in flatten_entry(self.config.adapters[number])][1:]
+                settings = [f"{name}={value}" for name, value in flatten_entry(self.config.adapters[index])][1:]
                 entry = known.get(folder, SweptRun(folder, settings=settings))
-                write_sweep(self._folder, [replace(entry, exit_code=codes.get(number))])
+                write_sweep(self._folder, [replace(entry, exit_code=codes.get(index))])
 
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
@@ -376,6 +376,6 @@ def _count_targets(
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _find_max_length(prepared: Prepared) -> int:
+def _compute_max_length(prepared: Prepared) -> int:
     train = prepared.data.train
     return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0

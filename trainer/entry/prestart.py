@@ -98,7 +98,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress notices of libraries, such as DeepSpeed's about a missing GPU and the hub's about retries."""
+    """Suppress notices of libraries, such as DeepSpeed's about a missing GPU and the Hub's about retries."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
 from trainer.contract.exit_codes import REPORT_DELAY_S
-from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rank_errors import RankError
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         # For ranks on other hosts, the console file is in the logs of the run.
-        return _refuse(error, ranks, None if (arguments.console or "1").isdecimal() else Path(arguments.console).parent)
+        logs = None if (arguments.console or "1").isdecimal() else Path(arguments.console).parent
+        return _report_error(error, ranks, logs)
     run_dir = Path(loaded.config.output_dir)
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
     lock = None
     try:
         if arguments.lock is None and ranks.is_main:
-            refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
+            check_not_locked(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
             if prepared is not None and prepared.data is not None:
                 check_folder(loaded.config)  # again, because it was not yet locked at the first check
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
         code = _train(loaded, prepared, arguments, ranks, stop, lock)
         watchdog.writes = lock is None or lock.is_held
     except UserError as error:
-        code = _refuse(error, ranks, run_dir / "logs" if watchdog.writes else None)
+        code = _report_error(error, ranks, run_dir / "logs" if watchdog.writes else None)
     code = watchdog.end(code)
     if lock is not None:
         lock.release()
@@ -134,7 +135,7 @@ def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: Folde
         RankError.from_exception(ranks.rank, error).write(Path(config.output_dir) / "logs")
 
 
-def _refuse(error: UserError, ranks: Ranks, logs: Path | None) -> int:
+def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
     """Print the error on one rank per host, because files may be missing on some hosts; return the exit code."""
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "

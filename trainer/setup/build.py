@@ -1,4 +1,4 @@
-"""Build the model and its engine: base, adapter, fused operators, checkpointing, optimizer."""
+"""Build the model and its engine: base model, adapter, fused operators, checkpointing, optimizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -143,9 +143,9 @@ class Builder:
         """
         if find_choice(engine.module) is not None:
             return loss, None
-        return self._graphed(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
+        return self._add_cuda_graphs(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
 
-    def _graphed(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
+    def _add_cuda_graphs(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
         mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
@@ -195,7 +195,7 @@ class Builder:
         return lines
 
     def _build_layer_shards(self) -> LayerShards | None:
-        """Return the shards for loading the base per layer; None if DeepSpeed gathers it or each group is one rank."""
+        """Return the shards for loading the base model per layer; None if DeepSpeed gathers it or no rank shares it."""
         zero = self._config.zero
         if self._decisions.gather.value != "layer":
             return None

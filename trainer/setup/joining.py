@@ -24,13 +24,13 @@ from trainer.tasks.task import Task
 
 
 @phase("join")
-def join(
+def join_run(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> tuple[str, MemoryPlan, Task, int]:
-    """Form the process group, plan the memory, and print the decisions; every rank must call it.
+    """Form the process group, plan memory and steps, and print the decisions; every rank must call it.
 
     Returns the precision, the memory plan, the task and the number of steps. The plan has the decisions and the
-    configuration without `auto`. `notes` come from loading the configuration. Raises UserError if ranks differ.
+    configuration without `auto`. `notes` are those of the loaded configuration. Raises UserError if ranks differ.
     """
     join_ranks(config, notes, ranks, lock, say)
     precision = resolve_precision(config.training.precision, ranks.device())
@@ -47,7 +47,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
     (say.show if world.hosts > 1 else say)(world.summary)
-    if (warning := known_versions.version_warning()) is not None:
+    if (warning := known_versions.build_version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
     for note in notes:
@@ -63,7 +63,7 @@ def define_task(
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)
-    assert total_steps is not None  # a stream without max_steps was refused
+    assert total_steps is not None  # a stream without max_steps was rejected
     return task, total_steps
 
 

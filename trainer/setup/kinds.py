@@ -86,7 +86,7 @@ def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
 
 
 def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a finished run from its adapter's files, because the base may be missing."""
+    """Return the kind of a finished run from its adapter's files, because the base model may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 
@@ -94,7 +94,7 @@ def find_task_class(run: FinishedRun) -> type[Task]:
     return find_adapter_kind(run).task(run.config)
 
 
-def refuse_unsupported(run: FinishedRun, use: str) -> None:
+def check_task_supports(run: FinishedRun, use: str) -> None:
     """Raise UserError if the run's task does not support `use`, a command or one of its options."""
     task = find_task_class(run)
     if reason := task.unsupported.get(use):

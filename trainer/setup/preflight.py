@@ -39,7 +39,7 @@ def prepare(
     to_train: bool = True,
     model_files: Prepared | None = None,
 ) -> Prepared:
-    """Check the run without weights, and tokenize the data; `report` gets the name of each phase. Raises UserError.
+    """Check the run without weights, and tokenize the data; `report` is called with the name of each phase.
 
     With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the kind's
     `read_files`.
@@ -57,7 +57,7 @@ def prepare(
 
 
 def _join_prepared(config: RunConfig, adapters: Sequence[Prepared]) -> Prepared:
-    """Return the first adapter's data with all adapters' data attached. Raises UserError for images or experts."""
+    """Attach the data of all adapters to the first adapter's. Raises UserError for image models or adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
     model = empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
@@ -111,7 +111,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """Prepare a run; if it resumes from a checkpoint, verify the complete checkpoint."""
+    """Prepare a run and plan how it resumes; verify the whole checkpoint, if there is one."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)

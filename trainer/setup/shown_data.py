@@ -64,7 +64,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
         console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
-    for warning in find_mask_warnings(stats):
+    for warning in list_mask_warnings(stats):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
 
@@ -119,7 +119,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def find_mask_warnings(stats: DataStats) -> list[str]:
+def list_mask_warnings(stats: DataStats) -> list[str]:
     """Return warnings if the loss masks train on nothing or on everything, which is probably a mistake."""
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted

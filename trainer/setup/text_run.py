@@ -53,11 +53,11 @@ def find_task(config: RunConfig) -> type[LanguageTask]:
 
 
 def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Prepared | None) -> Prepared:
-    """Check the model and the settings, and tokenize the data. Raises UserError."""
+    """Check the model and the settings, and tokenize the data."""
     if files is None:
         report(f"checking the model {config.base_model}")
         files = read_model_files(config)
-    refuse_image_settings(config)
+    check_no_image_settings(config)
     notes, original = files.notes, config
     config = original.fit_max_length(files.longest)
     if config is not original:
@@ -85,7 +85,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     return replace(files, data=data, notes=notes, reference=reference, sample_prompts=prompts)
 
 
-def refuse_image_settings(config: RunConfig) -> None:
+def check_no_image_settings(config: RunConfig) -> None:
     """Raise UserError for settings of image models in a run on a language model."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
@@ -127,7 +127,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
 
 
 def read_model_files(config: RunConfig) -> Prepared:
-    """Read the model's configuration and tokenizer, and check its weights and layers. Raises UserError."""
+    """Read the model's configuration and tokenizer, and check its weights and layers."""
     model_config = load_model_config(config.base_model, config.model)
     is_full = config.adapter == "none"
     check_kind(config.base_model, model_config, all_trained=is_full, may_score=config.model.has_score)
@@ -165,7 +165,7 @@ def read_model_files(config: RunConfig) -> Prepared:
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
-    """Load the documents of scu.reference. Raises UserError, also for invalid settings of the SCU."""
+    """Load the documents of scu.reference, after checking the settings of the SCU."""
     if not config.scu.enabled:
         return None
     # Parameters are counted when the weights are loaded; any number below 2B gives the same checks.
@@ -176,7 +176,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
 
 
 def read_model_config(config: RunConfig) -> tuple[Any, str]:
-    """Load the model's configuration; if it cannot be read, use the published shape of that name, with a note."""
+    """Load the model's configuration; if it cannot be read, return the published one of that name, with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
@@ -208,7 +208,7 @@ def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, l
 
 
 def read_data(config: RunConfig) -> Prepared:
-    """Read the tokenizer and the data of a run, without checking its model. Raises UserError."""
+    """Read the tokenizer and the data of a run, without checking its model."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     longest = context_length(model_config)

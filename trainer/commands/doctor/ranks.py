@@ -61,7 +61,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {format_count(world, 'rank')} are exact")
     if world == 1:
         return
-    speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
+    speeds = [(size, _measure_bus_bandwidth(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
     measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
@@ -73,7 +73,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     )
 
 
-def _bus_gb_per_s(size: int, device: torch.device) -> float:
+def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
     """Return the slowest rank's bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9 for n ranks."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)
@@ -135,7 +135,7 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
-    """Check how many ranks share each copy of the base at ZeRO-3, and whether copies span hosts (`hosts`: by rank)."""
+    """Check over how many ranks ZeRO-3 shards each copy of the base model, and whether copies span hosts."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
         return
@@ -145,7 +145,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
         yield Check(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-    found = f"{within}: copies of the base: {len(groups)}, each sharded over {sizes} ranks"
+    found = f"{within}: {len(groups)} x the base model, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
         fix = "set zero.shard_within=host if a host has memory for a copy"
         yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)

@@ -8,9 +8,9 @@ with a Modelfile. kohya: an image model's adapter for ComfyUI.
 from pathlib import Path
 
 from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
-from trainer.commands.adapter_kinds import GGUF_NAME, adapter_kind
+from trainer.commands.adapter_kinds import GGUF_NAME, get_adapter_class
 from trainer.commands.atomic_output import check_output
-from trainer.commands.export.adapters import ADAPTER_FORMS
+from trainer.commands.export.adapters import ADAPTER_FORMATS
 from trainer.commands.export.gguf import FORMATS
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.setup.kinds import find_task_class
@@ -20,7 +20,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return lines to print. Raises UserError or RuntimeError."""
+    """Write the run's adapter in format `form` to `output`; return lines to print."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
     check_output(output)
@@ -28,18 +28,17 @@ def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") ->
     if form not in task.formats:
         known = ", ".join(task.formats)
         raise UserError(f"--format {form}: {run.folder} is an adapter of {task.title}; use --format {known}")
-    return adapter_kind(run).export(run, form, output, dtype=dtype)
+    return get_adapter_class(run).export(run, form, output, dtype=dtype)
 
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
-    add_run_arguments(parser, "location of the full-precision base, if it was moved")
-    formats = (*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya")
+    add_run_arguments(parser, "location of the full-precision base model, if it was moved")
+    formats = (*ADAPTER_FORMATS, "hf", "gguf", "ollama", "kohya")
     parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
-    parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, otherwise folder (RUN/export-FORMAT)"
-    )
+    output_help = "folder (RUN/export-FORMAT), or file for gguf and gguf-lora (RUN/export.gguf, RUN/export-lora.gguf)"
+    parser.add_argument("--output", type=Path, metavar="PATH", help=output_help)
     parser.add_argument(
         "--dtype",
         choices=("auto", *FORMATS),
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
-    if options.dtype != "auto" and options.format in ADAPTER_FORMS:
+    if options.dtype != "auto" and options.format in ADAPTER_FORMATS:
         raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove --dtype")
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError("--dtype q8_0: is only for GGUF files; remove it, or use --format gguf")

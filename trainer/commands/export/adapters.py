@@ -12,14 +12,14 @@ from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, load_saved_tok
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, check_applicable, lora_arguments, write_for_server
+from trainer.commands.export.servers import MERGED, build_lora_arguments, check_applicable, write_for_server
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
 
-ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
+ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
 def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
@@ -46,7 +46,7 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
     if form == "peft":
         return [f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"]
     program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
-    return [f"{program} {base} " + " ".join(lora_arguments(form, output, "NAME"))]
+    return [f"{program} {base} " + " ".join(build_lora_arguments(form, output, "NAME"))]
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:
@@ -69,7 +69,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
         )
     rank = max(len(pair.a_RI) for pair in factors.values())
     alpha = max(pair.scale for pair in factors.values()) * rank
-    named = {_gguf_name(layer, config): _reorder_rotary(layer, pair, config) for layer, pair in factors.items()}
+    named = {_find_gguf_name(layer, config): _reorder_rotary(layer, pair, config) for layer, pair in factors.items()}
     writer = GGUFWriter(output, MODEL_ARCH_NAMES[ARCHITECTURES[config.architectures[0]][0]])
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -89,7 +89,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     return len(named)
 
 
-def _gguf_name(layer: str, config: Any) -> str:
+def _find_gguf_name(layer: str, config: Any) -> str:
     names = get_tensor_name_map(ARCHITECTURES[config.architectures[0]][0], config.num_hidden_layers)
     name = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
     if name is None:

@@ -211,7 +211,7 @@ class _StoredNames:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
             raise UserError(
-                f"{parameter}: is not in the base; pass the base that the adapter was trained on with --base-model"
+                f"{parameter}: is not in the base model; pass the one that the adapter was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
         try:

@@ -2,7 +2,7 @@
 
 File format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports Llama, Mistral, Qwen2 and Qwen3 with
 the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. Like that converter, it stores
-matrices in the requested format and vectors in 32 bits.
+matrices in the requested format and vectors in fp32.
 """
 
 import math
@@ -60,7 +60,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
         )
 
 
-def max_context_length(config: Any) -> int:
+def compute_max_context_length(config: Any) -> int:
     """Return the longest context that llama.cpp computes correctly although it ignores sliding-window attention."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -177,7 +177,7 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
     rope = config.rope_parameters
     writer.add_file_type(file_type)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(max_context_length(config))
+    writer.add_context_length(compute_max_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

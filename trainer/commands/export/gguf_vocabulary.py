@@ -1,7 +1,7 @@
 """Write a tokenizer's vocabulary to GGUF: byte-level BPE, or BPE with byte fallback as sentencepiece produces it.
 
 llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
-tokenizer's rules; a tokenizer with unknown rules is refused.
+tokenizer's rules; a tokenizer with unknown rules is rejected.
 Two differences remain: llama.cpp does no NFC normalization (Qwen). For sentencepiece tokenizers it adds a space even to
 text that begins with one, and after either all special tokens or none.
 """
@@ -98,7 +98,7 @@ def _list_tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]
 
 
 def _render_example_chats(tokenizer: Any) -> list[str]:
-    """Return example chats rendered with the chat template; empty if the template is missing or refuses them."""
+    """Return example chats rendered with the chat template; empty if the template is missing or rejects them."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]

@@ -71,7 +71,7 @@ def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None
             matches = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _build_test_chats(roles))
             return parts if parts is not None and matches and parts.is_safe() else None
         except (TemplateError, ValueError):
-            continue  # some templates refuse system turns
+            continue  # some templates reject system turns
     return None
 
 

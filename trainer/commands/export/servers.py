@@ -1,6 +1,6 @@
 """Export adapters for vLLM and SGLang: one pair of matrices per layer, checkpoint names, and a single scale.
 
-Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
+Both read PEFT's two files, but not all of its features: no DoRA, no fully trained weights, one rank and one alpha.
 PEFT's features are translated:
 
     scale of every layer      lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
@@ -66,7 +66,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
+def build_lora_arguments(server: str, folder: Path, name: str) -> list[str]:
     adapter = f"{name}={folder}"
     if server == "sglang":
         return ["--enable-lora", "--lora-paths", adapter]
