@@ -16,8 +16,8 @@ from trainer.contract.rendezvous import find_port_problem, free_port, host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import (
     Report,
-    compute_code_version,
     check_shared_folder,
+    compute_code_version,
     find_differences,
     format_summary,
     meet,
